@@ -1,0 +1,43 @@
+# Streetcar's tasks. `make help` lists them.
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -q
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test sim clean
+
+# $(call part,NAME,PATHS,BUDGET): one pytest run, then what it took of its budget in seconds.
+define part
+@echo "== tests: $(1) (budget $(3) s)"
+@start=$$(date +%s); $(PYTEST) $(2); code=$$?; \
+	echo "== $(1): $$(( $$(date +%s) - start )) s of $(3) s"; exit $$code
+endef
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup:  ## environment, pinned packages, embedded model (quick when done)
+	@scripts/setup
+
+demo: setup  ## eight prompts at once through the whole mesh
+	@$(BIN)/streetcar demo
+
+check: setup  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## everything: check, then all tests
+	$(call part,unit and properties,tests/unit tests/properties,60)
+	$(call part,simulation,tests/simulation,60)
+	$(call part,processes,tests/process,150)
+	$(call part,kernels and models,tests/kernels tests/models,150)
+
+sim: setup  ## replay one history of the simulator: make sim SEED=42
+	@$(BIN)/streetcar sim --seed $(SEED)
+
+clean:  ## remove the environment and all caches (models stay)
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Executes plans, decides nothing: mirror, inputs, model, sampler, runner."""

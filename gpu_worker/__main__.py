@@ -1,0 +1,12 @@
+"""`python -m gpu_worker`: one worker group's rank 0 as a process."""
+
+from __future__ import annotations
+
+import sys
+
+from services.runtime.service import run_service
+
+from .service import serve
+
+if __name__ == "__main__":
+    sys.exit(run_service("gpu_worker", serve))

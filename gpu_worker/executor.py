@@ -1,0 +1,171 @@
+"""From plan to result: the worker's state machine around a model, without clock or bus.
+
+Plans are idempotent by (generation, epoch, step_id): a duplicate is ignored, a gap is waited out
+(the scheduler polls), another epoch's plan is dropped. The last results are kept, so that a poll
+can give one again.
+
+Pure: the model is whatever has `execute(StepInputs) -> StepOutputs`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Protocol
+
+import numpy as np
+
+from gpu_worker.inputs import StepInputs, StepOutputs, TokenLogprobs
+from services.contracts.limits import KEPT_PLANS
+from services.contracts.sequences import Logprobs
+from services.contracts.step import (
+    Attach,
+    Attached,
+    LaneLogprobs,
+    LanePromptLogprobs,
+    Poll,
+    PollReply,
+    PollState,
+    StepPlan,
+    StepResult,
+)
+from services.contracts.vectors import pack
+
+from .mirror import Mirror, Scheduled, Target
+
+
+class Model(Protocol):
+    def execute(self, inputs: StepInputs) -> StepOutputs: ...
+
+
+class Executor:
+    """Plans in, results out, one at a time.
+
+    admit: may be called while a step runs; run: by the thread that computes; the caller keeps the
+    two apart.
+    """
+
+    def __init__(
+        self, model: Model, *, generation: int, max_num_seqs: int, max_model_len: int,
+        block_size: int, num_blocks: int, vocab_size: int,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._mirror = Mirror(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        self.generation = generation
+        self.epoch = 0
+        self.last_queued = 0
+        self.last_done = 0
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.dropped: Counter[str] = Counter()
+        self._results: OrderedDict[int, StepResult] = OrderedDict()
+        self._attached: Attached | None = None
+
+    # ---- who may speak
+
+    def attach(self, request: Attach) -> Attached:
+        """A new epoch, above all seen. The caller has dropped queued plans and no step runs."""
+        if self._attached is not None and self._attached.attempt == request.attempt:
+            return self._attached
+        self.epoch = max(self.epoch, request.epoch_seen) + 1
+        self.last_queued = self.last_done = 0
+        self._results.clear()
+        self._attached = Attached(
+            attempt=request.attempt,
+            generation=self.generation,
+            epoch=self.epoch,
+            num_blocks=self._mirror.num_blocks,
+            block_size=self._mirror.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        )
+        return self._attached
+
+    def admit(self, plan: StepPlan) -> bool:
+        """True where `plan` is the next one to queue; else it is counted and dropped."""
+        if (plan.generation, plan.epoch) != (self.generation, self.epoch):
+            self.dropped["stale_plan"] += 1
+        elif plan.step_id <= self.last_queued:
+            self.dropped["duplicate_plan"] += 1
+        elif plan.step_id > self.last_queued + 1:
+            self.dropped["plan_gap"] += 1
+        else:
+            self.last_queued = plan.step_id
+            return True
+        return False
+
+    def poll(self, request: Poll) -> PollReply:
+        state = PollState.UNKNOWN
+        result = self._results.get(request.step_id)
+        if result is not None:
+            state = PollState.RESULT
+        elif self.last_done < request.step_id <= self.last_queued:
+            state = PollState.RUNNING
+        return PollReply(
+            generation=self.generation,
+            epoch=self.epoch,
+            step_id=request.step_id,
+            state=state,
+            result=result,
+        )
+
+    # ---- the step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Apply, compute, sample; durations are the caller's to add. Raises InvariantError on a
+        plan that cannot be.
+        """
+        scheduled = self._mirror.apply(plan)
+        inputs, targets = self._mirror.inputs(scheduled)
+        outputs = self._model.execute(inputs)
+        self._mirror.accept(scheduled, outputs.token_ids)
+        return self._result(plan, scheduled, outputs, targets)
+
+    def remember(self, result: StepResult) -> None:
+        """Keep `result` for polls."""
+        self.last_done = result.step_id
+        self._results[result.step_id] = result
+        while len(self._results) > KEPT_PLANS:
+            self._results.popitem(last=False)
+
+    def _result(
+        self,
+        plan: StepPlan,
+        scheduled: Scheduled,
+        outputs: StepOutputs,
+        targets: list[Target],
+    ) -> StepResult:
+        lanes = scheduled.sampled_lanes
+        return StepResult(
+            generation=plan.generation,
+            epoch=plan.epoch,
+            number=plan.number,
+            step_id=plan.step_id,
+            lanes=pack(lanes),
+            token_ids=pack(outputs.token_ids),
+            failed=pack(lanes[~outputs.finite]),
+            logprobs=[
+                LaneLogprobs(lane, _columns([entry]))
+                for lane, entry in zip(lanes.tolist(), outputs.logprobs, strict=True)
+                if entry is not None
+            ],
+            prompt_logprobs=[
+                LanePromptLogprobs(target.lane, target.first, _columns([e for e in entries if e]))
+                for target, entries in zip(targets, outputs.prompt_logprobs, strict=True)
+                if all(entry is not None for entry in entries)
+            ],
+        )
+
+
+def _columns(entries: list[TokenLogprobs]) -> Logprobs:
+    return Logprobs(
+        np.array([entry.chosen_logprob for entry in entries], dtype="<f4").tobytes(),
+        pack(np.concatenate([entry.ids for entry in entries])),
+        np.concatenate([entry.values for entry in entries]).astype("<f4").tobytes(),
+    )

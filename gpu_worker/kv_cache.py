@@ -1,0 +1,45 @@
+"""The pool of KV blocks: one tensor of keys and one of values for each layer.
+
+Invariants: physical order is [block, kv_head, slot, dim], seen as [block, slot, kv_head, dim], so a
+head's keys within a block are one run of memory; the pool starts zeroed; block 0 is the null block,
+which pads block tables and is never written.
+
+Device: allocates and owns the cache tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.models.config import ModelConfig
+
+NULL_BLOCK = 0
+
+
+def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values together."""
+    per_slot = config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * block_size * per_slot
+
+
+def num_blocks_in(num_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """How many blocks, the null block included, fit in num_bytes."""
+    return max(0, num_bytes) // bytes_per_block(config, block_size, dtype)
+
+
+class KVCache:
+    """The pool; ``layer(i)`` gives the logical views that kernels take."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        assert num_blocks >= 2, "the pool needs the null block and at least one other"
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""
+        return self._keys[index].permute(0, 2, 1, 3), self._values[index].permute(0, 2, 1, 3)

@@ -1,0 +1,223 @@
+"""The worker's copy of the lanes: applies plan diffs, and knows what they leave out: positions and
+last tokens.
+
+Decides nothing. A plan that contradicts the lanes means that worker and scheduler have lost each
+other: it raises InvariantError, the worker stops, and a new generation begins.
+
+Pure: numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gpu_worker.inputs import PromptLogprobRequest, SamplingBatch, StepInputs
+from services.contracts.errors import InvariantError
+from services.contracts.step import LaneJoin, StepPlan
+from services.contracts.vectors import Int32Array, unpack
+
+from .rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What a plan asks for, row by row: decodes first, then chunks in the plan's order.
+
+    lanes, counts: int32 [B]; sampled: int32 [S], rows (not lanes) that end with a token, in
+    ascending lane order.
+    """
+
+    lanes: Int32Array
+    counts: Int32Array
+    num_decodes: int
+    sampled: Int32Array
+
+    @property
+    def sampled_lanes(self) -> Int32Array:
+        return self.lanes[self.sampled]
+
+
+class Target(NamedTuple):
+    """Whose prompt's log-probabilities: of its tokens from position `first` on."""
+
+    lane: int
+    first: int
+
+
+class Mirror:
+    """Lane state between steps. apply -> inputs -> (the step runs) -> accept."""
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
+
+    # ---- the plan
+
+    def apply(self, plan: StepPlan) -> Scheduled:
+        """Membership and blocks as the plan says -> who computes how much."""
+        rows = self.rows
+        if plan.reset:
+            rows.active[:] = False
+        for lane in unpack(plan.leave).tolist():
+            _require(bool(rows.active[lane]), f"lane {lane} leaves but is empty")
+            rows.active[lane] = False
+        for join in plan.join:
+            self._join(join)
+        lanes, blocks = unpack(plan.append_lanes), unpack(plan.append_blocks)
+        _require(len(lanes) == len(blocks), "append columns differ in length")
+        for lane, block_id in zip(lanes.tolist(), blocks.tolist(), strict=True):
+            self._append_block(lane, block_id)
+        return self._schedule(plan)
+
+    def _join(self, join: LaneJoin) -> None:
+        rows, lane = self.rows, join.lane
+        _require(lane < rows.num_lanes, f"lane {lane} of {rows.num_lanes}")
+        _require(not rows.active[lane], f"lane {lane} is joined twice")
+        token_ids, block_ids = unpack(join.token_ids), unpack(join.block_ids)
+        _require(
+            0 <= join.num_computed_tokens < len(token_ids) <= self.max_model_len,
+            f"lane {lane} joins with {len(token_ids)} tokens, {join.num_computed_tokens} computed",
+        )
+        rows.active[lane] = True
+        rows.tokens[lane] = len(token_ids)
+        rows.computed[lane] = join.num_computed_tokens
+        rows.prompt_tokens[lane] = join.num_prompt_tokens
+        rows.num_blocks[lane] = 0
+        rows.token_ids[lane, : len(token_ids)] = token_ids
+        rows.set_sampling(lane, join.sampling)
+        for block_id in block_ids.tolist():
+            self._append_block(lane, block_id)
+
+    def _append_block(self, lane: int, block_id: int) -> None:
+        rows = self.rows
+        _require(
+            0 <= lane < rows.num_lanes and bool(rows.active[lane]), f"block for empty lane {lane}"
+        )
+        _require(0 < block_id < self.num_blocks, f"block {block_id} is not in the pool")
+        at = int(rows.num_blocks[lane])
+        _require(at < rows.block_table.shape[1], f"lane {lane} has too many blocks")
+        rows.block_table[lane, at] = block_id
+        rows.num_blocks[lane] = at + 1
+
+    def _schedule(self, plan: StepPlan) -> Scheduled:
+        rows = self.rows
+        chunk_lanes, chunk_tokens = unpack(plan.chunk_lanes), unpack(plan.chunk_tokens)
+        hold = unpack(plan.hold)
+        decoding = rows.active.copy() if plan.decode else np.zeros_like(rows.active)
+        _require(bool(rows.active[chunk_lanes].all()), "a chunk names an empty lane")
+        decoding[chunk_lanes] = False
+        decoding[hold] = False
+        decodes = np.flatnonzero(decoding).astype(np.int32)
+        behind = rows.tokens[decodes] - rows.computed[decodes]
+        _require(bool((behind == 1).all()), "a decode names a lane that is still catching up")
+        lanes = np.concatenate([decodes, chunk_lanes])
+        counts = np.concatenate([np.ones(len(decodes), dtype=np.int32), chunk_tokens])
+        after = rows.computed[lanes] + counts
+        _require(bool((counts > 0).all()), "a chunk of no tokens")
+        _require(bool((after <= rows.tokens[lanes]).all()), "a chunk goes past its lane's tokens")
+        _require(
+            bool((after <= rows.num_blocks[lanes] * self.block_size).all()), "a lane has no block"
+        )
+        caught_up = np.flatnonzero(after == rows.tokens[lanes])
+        sampled = caught_up[np.argsort(lanes[caught_up], kind="stable")].astype(np.int32)
+        _require(bool((rows.tokens[lanes[sampled]] <= self.max_model_len).all()), "a lane is full")
+        return Scheduled(lanes, counts, len(decodes), sampled)
+
+    # ---- the packed inputs
+
+    def inputs(self, scheduled: Scheduled) -> tuple[StepInputs, list[Target]]:
+        """The arrays of DESIGN section 5 for `scheduled`, packed, no padding.
+
+        Targets: lane and first target position of each entry of `prompt_logprobs`.
+        """
+        rows, lanes, counts = self.rows, scheduled.lanes, scheduled.counts
+        cu_seqlens_q = np.zeros(len(lanes) + 1, dtype=np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        row_of_token = np.repeat(np.arange(len(lanes), dtype=np.int32), counts)
+        within = np.arange(cu_seqlens_q[-1], dtype=np.int32) - cu_seqlens_q[row_of_token]
+        positions = rows.computed[lanes][row_of_token] + within
+        lane_of_token = lanes[row_of_token]
+        seqlens_k = rows.computed[lanes] + counts
+        width = int(-(-int(seqlens_k.max(initial=0)) // self.block_size))
+        blocks = rows.block_table[lane_of_token, positions // self.block_size].astype(np.int64)
+        sampled_lanes = lanes[scheduled.sampled]
+        targets, requests = self._prompt_logprobs(scheduled, cu_seqlens_q)
+        inputs = StepInputs(
+            input_ids=rows.token_ids[lane_of_token, positions],
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            cu_seqlens_q=cu_seqlens_q,
+            seqlens_k=seqlens_k,
+            block_table=self._block_table(lanes, width),
+            num_decodes=scheduled.num_decodes,
+            logits_rows=cu_seqlens_q[scheduled.sampled + 1] - 1,
+            sampling=SamplingBatch(
+                temperature=rows.temperature[sampled_lanes],
+                top_p=rows.top_p[sampled_lanes],
+                top_k=rows.top_k[sampled_lanes],
+                seed=rows.seed[sampled_lanes],
+                position=rows.tokens[sampled_lanes].astype(np.int64),
+                num_logprobs=rows.num_logprobs[sampled_lanes],
+            ),
+            prompt_logprobs=tuple(requests),
+        )
+        return inputs, targets
+
+    def _block_table(self, lanes: Int32Array, width: int) -> Int32Array:
+        """int32 [B, width]; ids past a lane's own blocks are stale and must read as the null block."""
+        table = self.rows.block_table[lanes, :width]
+        held = np.arange(width, dtype=np.int32) < self.rows.num_blocks[lanes, None]
+        return np.where(held, table, 0).astype(np.int32)
+
+    def _prompt_logprobs(
+        self, scheduled: Scheduled, cu_seqlens_q: Int32Array
+    ) -> tuple[list[Target], list[PromptLogprobRequest]]:
+        """Chunks of prompts whose log-probabilities are wanted: every row whose next token is of
+        the prompt.
+        """
+        rows = self.rows
+        targets: list[Target] = []
+        requests: list[PromptLogprobRequest] = []
+        wanted = rows.num_prompt_logprobs[scheduled.lanes] >= 0
+        for row in np.flatnonzero(wanted).tolist():
+            lane = int(scheduled.lanes[row])
+            first = int(rows.computed[lane]) + 1
+            last = min(first + int(scheduled.counts[row]), int(rows.prompt_tokens[lane]))
+            if first >= last:
+                continue
+            targets.append(Target(lane, first))
+            requests.append(
+                PromptLogprobRequest(
+                    first_row=int(cu_seqlens_q[row]),
+                    num_rows=last - first,
+                    target_ids=rows.token_ids[lane, first:last].copy(),
+                    num_logprobs=int(rows.num_prompt_logprobs[lane]),
+                )
+            )
+        return targets, requests
+
+    # ---- after the step
+
+    def accept(self, scheduled: Scheduled, token_ids: Int32Array) -> None:
+        """The step has run: positions move on, and sampled tokens become each lane's last one."""
+        rows = self.rows
+        rows.computed[scheduled.lanes] += scheduled.counts
+        lanes = scheduled.sampled_lanes
+        at = rows.tokens[lanes]
+        # A token at the very end of the model's length is the lane's last: it is reported, never
+        # computed.
+        fits = at < self.max_model_len
+        rows.token_ids[lanes[fits], at[fits]] = token_ids[fits]
+        rows.tokens[lanes] = at + 1
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(f"plan contradicts the lanes: {message}")

@@ -1,0 +1,1 @@
+"""The decoder and the loading of its weights."""

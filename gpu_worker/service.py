@@ -1,0 +1,250 @@
+"""The worker on the bus: plans in, results out; the model runs in a thread of its own, so the bus
+always answers.
+
+Shell. One runner thread does all that touches lanes and tensors, in the order in which it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from services.contracts import codec
+from services.contracts.beats import Beat, ServiceKind, WorkerLoad
+from services.contracts.errors import WireError
+from services.contracts.limits import KEPT_PLANS
+from services.contracts.step import Attach, Attached, Poll, StepPlan, StepResult
+from services.models import catalog
+from services.models.errors import ModelFileError
+from services.runtime.bus import Bus, Delivery, Endpoint
+from services.runtime.log import get_logger, report_progress, report_ready
+from services.runtime.problem import Problem
+from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.settings import Settings
+
+from .executor import Executor, Model
+from .shadow import ShadowModel
+from .stub import StubModel
+
+STUB_VOCAB_SIZE: Final = 32_768
+STUB_MODEL_LEN: Final = 8192
+# The runner's Python sections must not keep the bus waiting for the default 5 ms.
+SWITCH_INTERVAL_S: Final = 0.0005
+
+_plan = codec.Decoder(StepPlan)
+_attach = codec.Decoder(Attach)
+_poll = codec.Decoder(Poll)
+
+
+class Runner(threading.Thread):
+    """Runs jobs one after the other. What a job raises goes to `failed`, in the loop's thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, failed: Callable[[BaseException], None]
+    ) -> None:
+        super().__init__(name="runner", daemon=True)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop = loop
+        self._failed = failed
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """After the jobs that are queued."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - it ends the process, in the loop's thread
+                self._loop.call_soon_threadsafe(self._failed, error)
+                return
+
+
+class WorkerService:
+    """`ended`: resolves with what broke the runner."""
+
+    def __init__(self, executor: Executor, bus: Bus, result_subject: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._executor = executor
+        self._bus = bus
+        self._result_subject = result_subject
+        self._log = get_logger("gpu_worker")
+        self._ticket = 0
+        self._outbox: asyncio.Queue[tuple[str, codec.Message]] = asyncio.Queue()
+        self._loop = loop
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.runner = Runner(loop, self.ended.set_exception)
+        self.dropped: Counter[str] = Counter()
+
+    # ---- in
+
+    def on_plan(self, delivery: Delivery) -> None:
+        plan = self._decoded(_plan, delivery)
+        if plan is None or not self._executor.admit(plan):
+            return
+        # The scheduler has at most two steps in flight; a flood of plans is nobody's that we know.
+        assert self._executor.last_queued - self._executor.last_done <= KEPT_PLANS
+        ticket, queued_ns = self._ticket, time.monotonic_ns()
+        self.runner.submit(lambda: self._step(plan, ticket, queued_ns))
+
+    def on_attach(self, delivery: Delivery) -> None:
+        request = self._decoded(_attach, delivery)
+        if request is None:
+            return
+        # Plans that are queued and not begun belong to the epoch before: their ticket is out of
+        # date.
+        self._ticket += 1
+        self.runner.submit(lambda: self._attach(request, delivery.reply))
+
+    def on_poll(self, delivery: Delivery) -> None:
+        request = self._decoded(_poll, delivery)
+        if request is not None:
+            self._put(delivery.reply, self._executor.poll(request))
+
+    def _decoded(self, decoder: codec.Decoder[codec.T], delivery: Delivery) -> codec.T | None:
+        try:
+            return decoder.decode(delivery.payload)
+        except WireError as error:
+            self.dropped["wire"] += 1
+            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
+            return None
+
+    # ---- the runner's thread
+
+    def _step(self, plan: StepPlan, ticket: int, queued_ns: int) -> None:
+        if ticket != self._ticket:
+            return
+        start_ns = time.monotonic_ns()
+        result = self._executor.run(plan)
+        result = msgspec.structs.replace(
+            result,
+            elapsed_us=(time.monotonic_ns() - start_ns) // 1000,
+            waited_us=(start_ns - queued_ns) // 1000,
+        )
+        self._loop.call_soon_threadsafe(self._finished, result)
+
+    def _attach(self, request: Attach, reply: str) -> None:
+        attached = self._executor.attach(request)
+        self._loop.call_soon_threadsafe(self._attached, attached, reply)
+
+    # ---- out
+
+    def _finished(self, result: StepResult) -> None:
+        self._executor.remember(result)
+        self._put(self._result_subject, result)
+
+    def _attached(self, attached: Attached, reply: str) -> None:
+        self._log.info("attached", generation=attached.generation, epoch=attached.epoch)
+        self._put(reply, attached)
+
+    def _put(self, subject: str, message: codec.Message) -> None:
+        if subject:
+            self._outbox.put_nowait((subject, message))
+
+    async def send(self) -> None:
+        """Publish what comes; bounded by what peers ask, which is bounded in flight."""
+        while True:
+            subject, message = await self._outbox.get()
+            await self._bus.publish(subject, codec.encode(message))
+
+
+def build_executor(settings: Settings, generation: int) -> Executor:
+    """Load the model, or make the stub. Raises Problem where the model file or a setting is wrong."""
+    if settings.worker == "stub":
+        shadow = ShadowModel(
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            vocab_size=STUB_VOCAB_SIZE,
+            verify=False,
+        )
+        model: Model = StubModel(shadow, settings.step_ms / 1000)
+        max_model_len, vocab_size = settings.max_model_len or STUB_MODEL_LEN, STUB_VOCAB_SIZE
+    else:
+        model, max_model_len, vocab_size = _load_model(settings)
+    return Executor(
+        model,
+        generation=generation,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        vocab_size=vocab_size,
+    )
+
+
+def _load_model(settings: Settings) -> tuple[Model, int, int]:
+    # torch takes seconds to import; the stub needs none of it.
+    from gpu_worker.runner import ModelRunner, default_dtype
+
+    path: Path = catalog.path(settings.model, settings.cache_path)
+    try:
+        runner = ModelRunner(
+            path,
+            default_dtype() if settings.dtype == "auto" else settings.dtype,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len or None,
+            progress=report_progress,
+            num_threads=settings.threads or None,
+        )
+    except ModelFileError as error:
+        raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None
+    except ValueError as error:
+        raise Problem("E103", "Settings do not fit the model", cause=str(error)) from None
+    report_progress(1.0, "warming up")
+    runner.warm_up()
+    return runner, runner.max_model_len, runner.config.vocab_size
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    report_progress(0.0, "starting")
+    # Milliseconds since 1970: a generation only has to be higher than every one before it.
+    generation = time.time_ns() // 1_000_000
+    executor = await asyncio.to_thread(build_executor, settings, generation)
+    names, engine = subjects(settings), settings.engine_id
+    bus = await connect(settings, settings.worker_id)
+    service = WorkerService(executor, bus, names.result(engine))
+    await bus.subscribe(names.plan(engine), service.on_plan)
+    await bus.serve(
+        "streetcar-gpu-worker",
+        "Streetcar: rank 0 of one engine's worker group",
+        [
+            Endpoint("attach", names.attach(engine), service.on_attach, queue=engine),
+            Endpoint("poll", names.poll(engine), service.on_poll, queue=engine),
+        ],
+    )
+    await bus.flush()
+    service.runner.start()
+    report_ready(id=settings.worker_id, engine=engine, num_blocks=settings.num_blocks)
+
+    def beat() -> Beat:
+        model = settings.served_name or settings.model
+        return Beat(
+            kind=ServiceKind.GPU_WORKER,
+            service_id=settings.worker_id,
+            generation=executor.generation,
+            epoch=executor.epoch,
+            worker=WorkerLoad(model, executor.last_done, settings.num_blocks),
+        )
+
+    subject = names.beat("gpu_worker", settings.worker_id)
+    try:
+        await run_together(
+            stopping, service.send(), service.ended, beat_forever(bus, subject, beat)
+        )
+    finally:
+        service.runner.stop()
+        await bus.close()

@@ -1,0 +1,1 @@
+"""Which KV blocks exist, who holds them, what they contain: the only writer of block state."""

@@ -1,0 +1,66 @@
+"""What blocks contain: a chain of entries, one per distinct full block of tokens under a salt,
+found by hash.
+
+An entry lives while a block has it or a later entry continues it, so a block that is computed again
+after its eviction is the same entry again, and what was cached behind it is found again. Tokens are
+compared wherever a hash
+matches: a collision is a miss, never another prompt's KV.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+
+class Entry:
+    """Content of one block. block_id: the block that is found under `hash`, or None (none, or a
+    duplicate).
+    """
+
+    __slots__ = ("__weakref__", "block_id", "hash", "parent", "salt", "tokens")
+
+    def __init__(
+        self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
+    ) -> None:
+        self.hash = content_hash
+        self.tokens = tokens
+        self.parent = parent
+        self.salt = salt
+        self.block_id: int | None = None
+
+    def is_same(self, tokens: bytes, parent: Entry | None, salt: bytes) -> bool:
+        """True for the very same content: `parent` by identity, and so every token before it."""
+        return self.tokens == tokens and self.parent is parent and self.salt == salt
+
+
+class PrefixIndex:
+    """Entries by hash. A second content under a known hash stays unindexed."""
+
+    def __init__(self) -> None:
+        self._entries: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()
+
+    def intern(
+        self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
+    ) -> Entry:
+        """The entry of this content, made where there is none."""
+        entry = self._entries.get(content_hash)
+        if entry is not None and entry.is_same(tokens, parent, salt):
+            return entry
+        fresh = Entry(content_hash, tokens, parent, salt)
+        if entry is None:
+            self._entries[content_hash] = fresh
+        return fresh
+
+    def find(
+        self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
+    ) -> Entry | None:
+        """The entry of this content, where a block can be found under it."""
+        entry = self._entries.get(content_hash)
+        if entry is None or entry.block_id is None or not entry.is_same(tokens, parent, salt):
+            return None
+        return entry
+
+    def is_indexed(self, entry: Entry) -> bool:
+        return self._entries.get(entry.hash) is entry

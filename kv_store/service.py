@@ -1,0 +1,79 @@
+"""The ledger on the bus: every lookup, lease and delta of every engine, in the order of arrival.
+
+One subscription for all of them: deltas, then the lease request that counts on them, must not
+change places.
+
+Shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from services.contracts import codec
+from services.contracts.beats import Beat
+from services.contracts.errors import WireError
+from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupRequest
+from services.runtime.actor import Actor
+from services.runtime.bus import Bus, Delivery, Endpoint
+from services.runtime.log import get_logger, report_ready
+from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.settings import Settings
+
+from .core import Asked, Event, KvCore, Reply
+
+_decoder: codec.Decoder[LookupRequest | LeaseRequest | KvDelta | KvSnapshot] = codec.Decoder(
+    LookupRequest, LeaseRequest, KvDelta, KvSnapshot
+)
+_beat_decoder = codec.Decoder(Beat)
+
+
+class KvService:
+    def __init__(self, core: KvCore, bus: Bus) -> None:
+        self._bus = bus
+        self._log = get_logger("kv_store")
+        self.actor: Actor[Event, Reply] = Actor(core, self._perform)
+        self.dropped: Counter[str] = Counter()
+
+    def on_message(self, delivery: Delivery) -> None:
+        try:
+            message = _decoder.decode(delivery.payload)
+        except WireError as error:
+            self._drop(delivery, error)
+            return
+        if isinstance(message, LookupRequest | LeaseRequest):
+            self.actor.post(Asked(message, delivery.reply))
+        else:
+            self.actor.post(message)
+
+    def on_beat(self, delivery: Delivery) -> None:
+        try:
+            self.actor.post(_beat_decoder.decode(delivery.payload))
+        except WireError as error:
+            self._drop(delivery, error)
+
+    async def _perform(self, effect: Reply) -> None:
+        if effect.reply:
+            await self._bus.publish(effect.reply, codec.encode(effect.message))
+
+    def _drop(self, delivery: Delivery, error: WireError) -> None:
+        self.dropped["wire"] += 1
+        self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    names = subjects(settings)
+    bus = await connect(settings, settings.kv_store_id)
+    core = KvCore(settings.kv_store_id)
+    service = KvService(core, bus)
+    endpoint = Endpoint("ledger", names.any_kv, service.on_message, queue="kv_store")
+    await bus.serve("streetcar-kv-store", "Streetcar: KV-block ledger", [endpoint])
+    await bus.subscribe(names.any_beat("scheduler"), service.on_beat)
+    await bus.flush()
+    report_ready(id=settings.kv_store_id)
+    beat = names.beat("kv_store", settings.kv_store_id)
+    try:
+        await run_together(stopping, service.actor.run(), beat_forever(bus, beat, core.beat))
+    finally:
+        await bus.close()

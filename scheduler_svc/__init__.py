@@ -1,0 +1,1 @@
+"""Which sequences run, and how many tokens of each: the only writer of sequence state."""

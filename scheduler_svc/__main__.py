@@ -1,0 +1,12 @@
+"""`python -m scheduler_svc`: one engine's scheduler as a process."""
+
+from __future__ import annotations
+
+import sys
+
+from services.runtime.service import run_service
+
+from .service import serve
+
+if __name__ == "__main__":
+    sys.exit(run_service("scheduler", serve))

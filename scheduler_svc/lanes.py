@@ -1,0 +1,132 @@
+"""The running sequences, column by column: one row per lane, so that a step is a few vector
+operations.
+
+Planned columns run ahead of accepted ones by what the steps in flight will have done:
+
+    accepted_computed <= computed <  tokens        (of an active lane)
+    accepted_tokens   <=             tokens
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+import numpy as np
+
+from services.contracts.vectors import BoolArray, Int32Array
+
+from .sequence import NO_LANE, Sequence
+
+NO_TOKEN: Final = -1
+
+
+class LaneTable:
+    """Rows of `max_num_seqs` lanes.
+
+    active: bool; uid: which sequence (0 where free); tokens, computed: planned counts; capacity:
+    tokens that its blocks can hold; limit: tokens at most; accepted_tokens, accepted_computed: by
+    results that have arrived;
+    committed_blocks: whose hash the ledger knows; stop_ids: int32 [lanes, k], padded with -1;
+    token_ids: int32 [lanes, max_model_len]; admission: index of the admission that hears of it;
+    tag: its number there.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        n = max_num_seqs
+        self.num_lanes = n
+        self.sequences: list[Sequence | None] = [None] * n
+        self.active: BoolArray = np.zeros(n, dtype=np.bool_)
+        self.uid = np.zeros(n, dtype=np.int64)
+        self.tokens: Int32Array = np.zeros(n, dtype=np.int32)
+        self.computed: Int32Array = np.zeros(n, dtype=np.int32)
+        self.capacity: Int32Array = np.zeros(n, dtype=np.int32)
+        self.limit: Int32Array = np.zeros(n, dtype=np.int32)
+        self.prompt_tokens: Int32Array = np.zeros(n, dtype=np.int32)
+        self.accepted_tokens: Int32Array = np.zeros(n, dtype=np.int32)
+        self.accepted_computed: Int32Array = np.zeros(n, dtype=np.int32)
+        self.committed_blocks: Int32Array = np.zeros(n, dtype=np.int32)
+        self.admission: Int32Array = np.zeros(n, dtype=np.int32)
+        self.tag: Int32Array = np.zeros(n, dtype=np.int32)
+        self.stop_ids: Int32Array = np.full((n, 1), NO_TOKEN, dtype=np.int32)
+        self.token_ids: Int32Array = np.zeros((n, max_model_len), dtype=np.int32)
+        self._free = list(range(n))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return self.num_lanes - len(self._free)
+
+    def join(self, seq: Sequence, admission: int, block_size: int) -> int:
+        """Give `seq` the lowest free lane -> that lane."""
+        assert seq.lane == NO_LANE
+        lane = heapq.heappop(self._free)
+        seq.lane = lane
+        self.sequences[lane] = seq
+        self.active[lane] = True
+        self.uid[lane] = seq.uid
+        self.tokens[lane] = self.accepted_tokens[lane] = seq.num_tokens
+        self.computed[lane] = self.accepted_computed[lane] = seq.num_computed_tokens
+        self.committed_blocks[lane] = seq.num_committed_blocks
+        self.capacity[lane] = len(seq.block_ids) * block_size
+        self.limit[lane] = seq.max_total_tokens
+        self.prompt_tokens[lane] = seq.num_prompt_tokens
+        self.admission[lane] = admission
+        self.tag[lane] = seq.tag
+        self.token_ids[lane, : seq.num_tokens] = seq.token_ids[: seq.num_tokens]
+        self._set_stop_ids(lane, seq.stop_token_ids)
+        return lane
+
+    def leave(self, lane: int) -> Sequence:
+        """Free `lane`; what it had accepted goes back into its sequence."""
+        seq = self.sequences[lane]
+        assert seq is not None and seq.lane == lane
+        known = int(self.accepted_tokens[lane])
+        seq.token_ids[seq.num_tokens : known] = self.token_ids[lane, seq.num_tokens : known]
+        seq.num_tokens = known
+        seq.num_computed_tokens = int(self.accepted_computed[lane])
+        seq.num_committed_blocks = int(self.committed_blocks[lane])
+        seq.lane = NO_LANE
+        self.sequences[lane] = None
+        self.active[lane] = False
+        self.uid[lane] = 0
+        heapq.heappush(self._free, lane)
+        return seq
+
+    def occupant(self, lane: int) -> Sequence:
+        seq = self.sequences[lane]
+        assert seq is not None, f"lane {lane} is free"
+        return seq
+
+    def known_token_ids(self, seq: Sequence) -> Int32Array:
+        """int32 [number known so far]: from the lane's row while it has one."""
+        if seq.lane == NO_LANE:
+            return seq.token_ids[: seq.num_tokens]
+        return self.token_ids[seq.lane, : self.accepted_tokens[seq.lane]]
+
+    def _set_stop_ids(self, lane: int, stop_ids: Int32Array) -> None:
+        width = self.stop_ids.shape[1]
+        if len(stop_ids) > width:
+            # Grows to the widest list seen, which the request schema bounds.
+            wider = np.full((self.num_lanes, len(stop_ids)), NO_TOKEN, dtype=np.int32)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[lane] = NO_TOKEN
+        self.stop_ids[lane, : len(stop_ids)] = stop_ids
+
+    def check_invariants(self, block_size: int) -> None:
+        for lane, seq in enumerate(self.sequences):
+            assert (seq is not None) == bool(self.active[lane])
+            if seq is None:
+                continue
+            assert seq.lane == lane and self.uid[lane] == seq.uid
+            assert 0 <= self.accepted_computed[lane] <= self.computed[lane] < self.tokens[lane]
+            assert self.accepted_tokens[lane] <= self.tokens[lane] <= self.limit[lane]
+            assert self.computed[lane] <= self.capacity[lane] == len(seq.block_ids) * block_size
+            assert self.committed_blocks[lane] * block_size <= self.accepted_computed[lane]
+        assert self.num_active == int(self.active.sum())

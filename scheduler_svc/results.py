@@ -1,0 +1,147 @@
+"""A step's result, read against the lane map of its plan.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+from services.contracts.errors import ErrorCode, InvariantError
+from services.contracts.public import FinishReason
+from services.contracts.step import StepResult
+from services.contracts.vectors import Int32Array, unpack
+
+from .lanes import LaneTable
+from .lease import Lease
+from .planning import Step
+from .sequence import Sequence, SequenceStatus
+from .updates import UpdateLog
+
+Ended: TypeAlias = tuple[Sequence, FinishReason, ErrorCode | None, str]
+
+_NUMERICS = "the model produced logits that are not finite"
+
+
+def apply_result(
+    step: Step, result: StepResult, lanes: LaneTable, lease: Lease, updates: UpdateLog
+) -> list[Ended]:
+    """Accept the step's tokens, commit the blocks it filled -> sequences that it ends.
+
+    Raises InvariantError where the worker's lanes are not the plan's: the mirror has lost its way.
+    """
+    sampled, token_ids = unpack(result.lanes), unpack(result.token_ids)
+    if len(sampled) != len(token_ids) or not np.array_equal(sampled, step.sampled):
+        raise InvariantError(f"step {step.step_id} sampled lanes that its plan does not name")
+    failed = set(unpack(result.failed).tolist())
+    _logprobs(step, result, lanes, updates)
+    ended = list(_departed(step, result, lease, updates))
+    index = _still_here(step, sampled)
+    if failed:
+        index = index[~np.isin(sampled[index], list(failed))]
+        ended.extend(_failures(step, lanes, failed))
+    here = sampled[index]
+    _accept(lanes, here, token_ids[index], updates)
+    _commit(step, lanes, lease)
+    ended.extend(_endings(lanes, here, token_ids[index]))
+    return ended
+
+
+def _still_here(step: Step, lanes: Int32Array) -> Int32Array:
+    """Indices of those of `lanes` whose occupant is still the plan's."""
+    if not step.departed:
+        return np.arange(len(lanes), dtype=np.int32)
+    return np.flatnonzero(~np.isin(lanes, list(step.departed))).astype(np.int32)
+
+
+def _failures(step: Step, lanes: LaneTable, failed: set[int]) -> Iterator[Ended]:
+    for lane in sorted(failed - step.departed.keys()):
+        yield lanes.occupant(lane), FinishReason.ERROR, ErrorCode.NUMERICS, _NUMERICS
+
+
+def _accept(lanes: LaneTable, here: Int32Array, token_ids: Int32Array, updates: UpdateLog) -> None:
+    at = lanes.accepted_tokens[here]
+    lanes.token_ids[here, at] = token_ids
+    lanes.accepted_tokens[here] = at + 1
+    updates.add_column(
+        lanes.admission[here], lanes.tag[here], at - lanes.prompt_tokens[here], token_ids
+    )
+
+
+def _commit(step: Step, lanes: LaneTable, lease: Lease) -> None:
+    """Blocks of lanes whose last slot this step wrote."""
+    index = _still_here(step, step.lanes)
+    here = step.lanes[index]
+    lanes.accepted_computed[here] += step.counts[index]
+    full = lanes.accepted_computed[here] // lease.block_size
+    for lane in here[full > lanes.committed_blocks[here]].tolist():
+        seq = lanes.occupant(lane)
+        row = lanes.token_ids[lane]
+        last = int(lanes.accepted_computed[lane]) // lease.block_size
+        for block in range(int(lanes.committed_blocks[lane]), last):
+            lease.commit(seq, block, row)
+        lanes.committed_blocks[lane] = last
+
+
+def _endings(lanes: LaneTable, here: Int32Array, token_ids: Int32Array) -> Iterator[Ended]:
+    stopped = (lanes.stop_ids[here] == token_ids[:, None]).any(axis=1)
+    full = lanes.accepted_tokens[here] >= lanes.limit[here]
+    for index in np.flatnonzero(stopped | full).tolist():
+        reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+        yield lanes.occupant(int(here[index])), reason, None, ""
+
+
+def _departed(step: Step, result: StepResult, lease: Lease, updates: UpdateLog) -> Iterator[Ended]:
+    """Sequences that left their lane meanwhile: a preempted or draining one keeps its token, a
+    finished one does not.
+    """
+    if not step.departed:
+        return
+    tokens = dict(
+        zip(unpack(result.lanes).tolist(), unpack(result.token_ids).tolist(), strict=True)
+    )
+    failed = set(unpack(result.failed).tolist())
+    counts = dict(zip(step.lanes.tolist(), step.counts.tolist(), strict=True))
+    for lane, seq in step.departed.items():
+        seq.num_in_flight -= 1
+        if seq.status is SequenceStatus.FINISHED:
+            continue
+        seq.num_computed_tokens += counts[lane]
+        _commit_departed(seq, lease)
+        if lane in failed:
+            yield seq, FinishReason.ERROR, ErrorCode.NUMERICS, _NUMERICS
+            continue
+        if lane not in tokens:
+            continue
+        updates.add_tokens(seq, seq.num_output_tokens, np.array([tokens[lane]], dtype=np.int32))
+        seq.append(tokens[lane])
+        if seq.is_stop(tokens[lane]):
+            yield seq, FinishReason.STOP, None, ""
+        elif seq.num_tokens >= seq.max_total_tokens:
+            yield seq, FinishReason.LENGTH, None, ""
+
+
+def _commit_departed(seq: Sequence, lease: Lease) -> None:
+    last = seq.num_computed_tokens // lease.block_size
+    for block in range(seq.num_committed_blocks, last):
+        lease.commit(seq, block, seq.token_ids)
+    seq.num_committed_blocks = max(seq.num_committed_blocks, last)
+
+
+def _logprobs(step: Step, result: StepResult, lanes: LaneTable, updates: UpdateLog) -> None:
+    """Before tokens are accepted: the offset of a sampled token is the number accepted so far."""
+    for entry in result.logprobs:
+        seq = step.departed.get(entry.lane) or lanes.occupant(entry.lane)
+        if entry.lane in step.departed:
+            if seq.status is not SequenceStatus.FINISHED:
+                updates.add_logprobs(seq, seq.num_output_tokens, entry.logprobs)
+            continue
+        offset = int(lanes.accepted_tokens[entry.lane] - lanes.prompt_tokens[entry.lane])
+        updates.add_logprobs(seq, offset, entry.logprobs)
+    for prompt in result.prompt_logprobs:
+        seq = step.departed.get(prompt.lane) or lanes.occupant(prompt.lane)
+        if seq.status is not SequenceStatus.FINISHED:
+            updates.add_prompt_logprobs(seq, prompt.first, prompt.logprobs)

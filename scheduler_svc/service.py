@@ -1,0 +1,252 @@
+"""The scheduler on the bus: maps events and effects to subjects, and measures what planning costs.
+
+Shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from services.contracts import codec
+from services.contracts.beats import Beat
+from services.contracts.errors import WireError
+from services.contracts.kv import (
+    KvDelta,
+    KvSnapshot,
+    LeaseReply,
+    LeaseRequest,
+    LookupReply,
+    LookupRequest,
+)
+from services.contracts.sequences import AbortSequences, SubmitSequence
+from services.contracts.step import (
+    Attach,
+    Attached,
+    Poll,
+    PollReply,
+    StepEvent,
+    StepPlan,
+    StepResult,
+)
+from services.contracts.subjects import Subjects
+from services.runtime.actor import Actor
+from services.runtime.bus import Bus, Delivery, Endpoint, NoResponders, RequestTimeout
+from services.runtime.log import get_logger, report_ready
+from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.settings import Settings
+
+from .core import SchedulerConfig, SchedulerCore
+from .events import AbortAsked, Effect, Event, Note, Reply, SendUpdates, Submitted, WorkerSilent
+
+# An attach waits for the running step, which may be a long prompt on a slow machine.
+ATTACH_TIMEOUT_S: Final = 15.0
+POLL_TIMEOUT_S: Final = 1.0
+LEDGER_TIMEOUT_S: Final = 1.0
+MAX_PLAN_SIZES: Final = 16
+
+_submit = codec.Decoder(SubmitSequence)
+_abort = codec.Decoder(AbortSequences)
+_result = codec.Decoder(StepResult)
+_beat = codec.Decoder(Beat)
+_attached = codec.Decoder(Attached)
+_poll_reply = codec.Decoder(PollReply)
+_lookup_reply = codec.Decoder(LookupReply)
+_lease_reply = codec.Decoder(LeaseReply)
+
+T = TypeVar("T")
+
+
+class _TimedCore:
+    """The core, and how many nanoseconds it has taken since a StepEvent was last sent."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self.core = core
+        self.spent_ns = 0
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        effects = self.core.handle(event, now_ns)
+        self.spent_ns += time.monotonic_ns() - now_ns
+        return effects
+
+    def tick(self, now_ns: int) -> list[Effect]:
+        effects = self.core.tick(now_ns)
+        self.spent_ns += time.monotonic_ns() - now_ns
+        return effects
+
+    @property
+    def wake_at_ns(self) -> int | None:
+        return self.core.wake_at_ns
+
+
+class SchedulerService:
+    def __init__(self, core: SchedulerCore, bus: Bus, names: Subjects) -> None:
+        self._timed = _TimedCore(core)
+        self._bus = bus
+        self._names = names
+        self._engine = core.config.engine
+        self._log = get_logger("scheduler")
+        self._plan_bytes: dict[int, int] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self.actor: Actor[Event, Effect] = Actor(self._timed, self._perform)
+        self.dropped: Counter[str] = Counter()
+
+    # ---- in
+
+    def on_submit(self, delivery: Delivery) -> None:
+        message = self._decoded(_submit, delivery)
+        if message is not None:
+            self.actor.post(Submitted(message, delivery.reply))
+
+    def on_abort(self, delivery: Delivery) -> None:
+        message = self._decoded(_abort, delivery)
+        if message is not None:
+            self.actor.post(AbortAsked(message, delivery.reply))
+
+    def on_result(self, delivery: Delivery) -> None:
+        message = self._decoded(_result, delivery)
+        if message is not None:
+            self.actor.post(message)
+
+    def on_beat(self, delivery: Delivery) -> None:
+        message = self._decoded(_beat, delivery)
+        if message is not None:
+            self.actor.post(message)
+
+    def _decoded(self, decoder: codec.Decoder[T], delivery: Delivery) -> T | None:
+        try:
+            return decoder.decode(delivery.payload)
+        except WireError as error:
+            self.dropped["wire"] += 1
+            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
+            return None
+
+    # ---- out
+
+    async def _perform(self, effect: Effect) -> None:
+        names, engine = self._names, self._engine
+        match effect:
+            case StepPlan():
+                payload = codec.encode(effect)
+                self._remember_size(effect.step_id, len(payload))
+                await self._bus.publish(names.plan(engine), payload)
+            case SendUpdates():
+                subject = names.updates(effect.admission_id)
+                await self._bus.publish(subject, codec.encode(effect.updates))
+            case StepEvent():
+                await self._bus.publish(names.steps(engine), codec.encode(self._measured(effect)))
+            case KvDelta() | KvSnapshot():
+                await self._bus.publish(names.delta(engine), codec.encode(effect))
+            case Reply():
+                if effect.reply:
+                    await self._bus.publish(effect.reply, codec.encode(effect.message))
+            case LookupRequest():
+                self._ask(self._ask_ledger(names.lookup(engine), effect, _lookup_reply))
+            case LeaseRequest():
+                self._ask(self._ask_ledger(names.lease(engine), effect, _lease_reply))
+            case Attach():
+                self._ask(
+                    self._ask_worker(names.attach(engine), effect, _attached, ATTACH_TIMEOUT_S)
+                )
+            case Poll():
+                self._ask(self._ask_worker(names.poll(engine), effect, _poll_reply, POLL_TIMEOUT_S))
+            case Note():
+                self._log.info(effect.event, **effect.fields)
+
+    def _ask(self, request: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(request)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _ask_ledger(
+        self,
+        subject: str,
+        message: codec.Message,
+        decoder: codec.Decoder[LookupReply] | codec.Decoder[LeaseReply],
+    ) -> None:
+        """The core gives a silent ledger up by itself: nothing is posted then."""
+        try:
+            answer = await self._bus.request(
+                subject, codec.encode(message), timeout_s=LEDGER_TIMEOUT_S
+            )
+            self.actor.post(decoder.decode(answer))
+        except (NoResponders, RequestTimeout):
+            self.dropped["ledger_silent"] += 1
+        except WireError as error:
+            self.dropped["wire"] += 1
+            self._log.warning("message_dropped", subject=subject, reason=str(error))
+
+    async def _ask_worker(
+        self,
+        subject: str,
+        message: codec.Message,
+        decoder: codec.Decoder[Attached] | codec.Decoder[PollReply],
+        timeout_s: float,
+    ) -> None:
+        try:
+            answer = await self._bus.request(subject, codec.encode(message), timeout_s=timeout_s)
+            self.actor.post(decoder.decode(answer))
+        except NoResponders:
+            self.actor.post(WorkerSilent(gone=True))
+        except (RequestTimeout, WireError):
+            self.actor.post(WorkerSilent(gone=False))
+
+    # ---- measurements
+
+    def _remember_size(self, step_id: int, size: int) -> None:
+        self._plan_bytes[step_id] = size
+        while len(self._plan_bytes) > MAX_PLAN_SIZES:
+            del self._plan_bytes[next(iter(self._plan_bytes))]
+
+    def _measured(self, event: StepEvent) -> StepEvent:
+        spent_us, self._timed.spent_ns = self._timed.spent_ns // 1000, 0
+        size = self._plan_bytes.get(event.step_id, 0)
+        return msgspec.structs.replace(event, plan_bytes=size, scheduler_us=spent_us)
+
+
+def config_of(settings: Settings) -> SchedulerConfig:
+    return SchedulerConfig(
+        engine=settings.engine_id,
+        scheduler_id=settings.scheduler_id,
+        incarnation=secrets.token_hex(8),
+        model=settings.served_name or settings.model,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_waiting_seqs=settings.max_waiting_seqs,
+        max_model_len=settings.max_model_len,
+    )
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    names, engine = subjects(settings), settings.engine_id
+    bus = await connect(settings, settings.scheduler_id)
+    core = SchedulerCore(config_of(settings))
+    service = SchedulerService(core, bus, names)
+    listeners: list[tuple[str, Callable[[Delivery], None]]] = [
+        (names.result(engine), service.on_result),
+        (names.any_beat("gpu_worker"), service.on_beat),
+        (names.any_beat("kv_store"), service.on_beat),
+    ]
+    for subject, handler in listeners:
+        await bus.subscribe(subject, handler)
+    await bus.serve(
+        "streetcar-scheduler",
+        "Streetcar: one engine's scheduler",
+        [
+            Endpoint("submit", names.submit(engine), service.on_submit, queue=engine),
+            Endpoint("abort", names.abort(engine), service.on_abort, queue=engine),
+        ],
+    )
+    await bus.flush()
+    report_ready(id=settings.scheduler_id, engine=engine)
+    beat = names.beat("scheduler", engine)
+    try:
+        await run_together(stopping, service.actor.run(), beat_forever(bus, beat, core.beat))
+    finally:
+        await bus.close()

@@ -1,0 +1,178 @@
+"""What the admissions hear: one numbered, batched message per step and admission.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.contracts.errors import ErrorCode
+from services.contracts.public import FinishReason
+from services.contracts.sequences import (
+    Logprobs,
+    PromptLogprobs,
+    SequenceFinished,
+    SequenceLogprobs,
+    SequenceStarted,
+    SequenceUpdates,
+)
+from services.contracts.vectors import EMPTY, Int32Array, pack
+
+from .events import SendUpdates
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """For one admission: whole columns of one-token rows, then rows with a count of their own."""
+
+    number: int = 0
+    tags: list[Int32Array] = field(default_factory=list)
+    offsets: list[Int32Array] = field(default_factory=list)
+    counts: list[Int32Array] = field(default_factory=list)
+    token_ids: list[Int32Array] = field(default_factory=list)
+    logprobs: list[SequenceLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    started: list[SequenceStarted] = field(default_factory=list)
+    finished: list[SequenceFinished] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.tags or self.started or self.finished or self.prompt_logprobs)
+
+
+class UpdateLog:
+    """Collects a step's news per admission and numbers the messages."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.index: dict[str, int] = {}
+        self._boxes: list[_Outbox] = []
+        self._ids: list[str] = []
+
+    def admission_index(self, admission_id: str) -> int:
+        """Small number of an admission, for the lane column."""
+        known = self.index.get(admission_id)
+        if known is None:
+            known = self.index[admission_id] = len(self._ids)
+            self._ids.append(admission_id)
+            self._boxes.append(_Outbox())
+        return known
+
+    def last_numbers(self) -> Iterator[tuple[str, int]]:
+        """(admission, last number sent), for beats."""
+        for admission_id, box in zip(self._ids, self._boxes, strict=True):
+            yield admission_id, box.number
+
+    def add_column(
+        self, admissions: Int32Array, tags: Int32Array, offsets: Int32Array, token_ids: Int32Array
+    ) -> None:
+        """One token for each of n sequences: int32 [n] each."""
+        if not len(tags):
+            return
+        if len(self._boxes) == 1:
+            self._put(self._boxes[0], tags, offsets, np.ones(len(tags), np.int32), token_ids)
+            return
+        for index in np.unique(admissions).tolist():
+            mine = admissions == index
+            ones = np.ones(int(mine.sum()), np.int32)
+            self._put(self._boxes[index], tags[mine], offsets[mine], ones, token_ids[mine])
+
+    def add_tokens(self, seq: Sequence, offset: int, token_ids: Int32Array) -> None:
+        """Output tokens of `seq` from `offset` on."""
+        if len(token_ids):
+            self._put(
+                self._box(seq),
+                np.array([seq.tag], np.int32),
+                np.array([offset], np.int32),
+                np.array([len(token_ids)], np.int32),
+                token_ids.copy(),
+            )
+
+    def add_logprobs(self, seq: Sequence, offset: int, logprobs: Logprobs) -> None:
+        seq.logprobs.append((offset, logprobs))
+        self._box(seq).logprobs.append(SequenceLogprobs(seq.tag, offset, logprobs))
+
+    def add_prompt_logprobs(self, seq: Sequence, first: int, logprobs: Logprobs) -> None:
+        seq.prompt_logprobs.append((first, logprobs))
+        self._box(seq).prompt_logprobs.append(PromptLogprobs(seq.tag, first, logprobs))
+
+    def resend(self, seq: Sequence, offset: int, output: Int32Array) -> None:
+        """Everything of `seq` from output token `offset` on; `output` int32, all its output so far."""
+        if seq.num_cached_tokens >= 0:
+            self.add_started(seq)
+        self.add_tokens(seq, offset, output[offset:])
+        box = self._box(seq)
+        box.logprobs.extend(
+            SequenceLogprobs(seq.tag, at, logprobs) for at, logprobs in seq.logprobs if at >= offset
+        )
+        if offset == 0:
+            box.prompt_logprobs.extend(
+                PromptLogprobs(seq.tag, first, logprobs) for first, logprobs in seq.prompt_logprobs
+            )
+
+    def add_started(self, seq: Sequence) -> None:
+        self._box(seq).started.append(SequenceStarted(seq.tag, seq.num_cached_tokens))
+
+    def add_finished(
+        self, seq: Sequence, reason: FinishReason, code: ErrorCode | None = None, message: str = ""
+    ) -> None:
+        self._box(seq).finished.append(
+            SequenceFinished(
+                tag=seq.tag,
+                reason=reason,
+                num_output_tokens=seq.num_output_tokens,
+                code=code,
+                message=message,
+            )
+        )
+
+    def flush(self, generation: int, epoch: int) -> Iterator[SendUpdates]:
+        """The messages of this step; boxes are empty after it."""
+        for index, box in enumerate(self._boxes):
+            if box.empty:
+                continue
+            number = box.number + 1
+            counts = _concatenate(box.counts)
+            updates = SequenceUpdates(
+                engine=self.engine,
+                generation=generation,
+                epoch=epoch,
+                number=number,
+                tags=pack(_concatenate(box.tags)),
+                offsets=pack(_concatenate(box.offsets)),
+                counts=EMPTY if bool(np.all(counts == 1)) else pack(counts),
+                token_ids=pack(_concatenate(box.token_ids)),
+                logprobs=box.logprobs,
+                prompt_logprobs=box.prompt_logprobs,
+                started=box.started,
+                finished=box.finished,
+            )
+            self._boxes[index] = _Outbox(number=number)
+            yield SendUpdates(self._ids[index], updates)
+
+    def _box(self, seq: Sequence) -> _Outbox:
+        return self._boxes[self.admission_index(seq.admission_id)]
+
+    @staticmethod
+    def _put(
+        box: _Outbox,
+        tags: Int32Array,
+        offsets: Int32Array,
+        counts: Int32Array,
+        token_ids: Int32Array,
+    ) -> None:
+        box.tags.append(tags)
+        box.offsets.append(offsets)
+        box.counts.append(counts)
+        box.token_ids.append(token_ids)
+
+
+def _concatenate(parts: list[Int32Array]) -> Int32Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)

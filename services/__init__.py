@@ -1,0 +1,1 @@
+"""The shared ground of Streetcar, and the edges of its mesh."""

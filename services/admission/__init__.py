@@ -1,0 +1,1 @@
+"""Requests in, text out: validation, chat template, tokenizer, detokenizer, stops, streams."""

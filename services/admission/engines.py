@@ -1,0 +1,66 @@
+"""The engines that an admission knows of, from their beats.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.contracts.beats import Beat, EngineLoad
+from services.contracts.limits import BEAT_PERIOD_MS, MAX_NAMES, SUSPECT_AFTER_BEATS
+from services.contracts.streams import StreamReceiver
+
+SUSPECT_AFTER_NS: Final = SUSPECT_AFTER_BEATS * BEAT_PERIOD_MS * 1_000_000
+
+
+@dataclass(slots=True)
+class Engine:
+    """`updates`: its numbered stream to this admission, which begins anew with every epoch."""
+
+    engine_id: str
+    epoch: int = 0
+    load: EngineLoad | None = None
+    last_beat_ns: int = 0
+    updates: StreamReceiver = field(default_factory=StreamReceiver)
+
+    def is_ready(self, now_ns: int) -> bool:
+        alive = now_ns - self.last_beat_ns <= SUSPECT_AFTER_NS
+        return self.load is not None and self.load.ready and alive
+
+
+class EngineDirectory:
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+
+    def get(self, engine_id: str) -> Engine:
+        """The engine's record, made where there is none and there is room."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            if len(self.engines) >= MAX_NAMES:
+                stalest = min(self.engines.values(), key=lambda known: known.last_beat_ns)
+                del self.engines[stalest.engine_id]
+            engine = self.engines[engine_id] = Engine(engine_id)
+        return engine
+
+    def on_beat(self, beat: Beat, now_ns: int) -> Engine:
+        engine = self.get(beat.service_id)
+        engine.last_beat_ns = now_ns
+        engine.load = beat.engine
+        return engine
+
+    def choose(self, model: str, now_ns: int) -> Engine | None:
+        """The least loaded ready engine of `model`; None where there is none."""
+        ready = [
+            engine
+            for engine in self.engines.values()
+            if engine.is_ready(now_ns) and engine.load is not None and engine.load.model == model
+        ]
+        return min(ready, key=_load, default=None)
+
+
+def _load(engine: Engine) -> tuple[int, str]:
+    load = engine.load
+    assert load is not None
+    return (load.num_running + load.num_waiting, engine.engine_id)

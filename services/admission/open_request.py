@@ -1,0 +1,261 @@
+"""One accepted request, from its submission to its terminal frame: tokens in, frames out.
+
+Invariants: tokens are taken in order and once, by offset; a frame's `offset` is the number of
+tokens in frames before it; after the last frame there is nothing.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from services.contracts.errors import ErrorCode
+from services.contracts.public import (
+    Encoding,
+    ErrorBody,
+    FinishReason,
+    Frame,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from services.contracts.sampling import SamplingParams
+from services.contracts.sequences import Logprobs, SequenceFinished, SubmitSequence
+from services.contracts.vectors import pack, unpack
+
+from .detokenizer import Detokenizer
+from .stop import StopMatcher
+
+
+class Vocabulary(Protocol):
+    """What turning tokens into text needs of a tokenizer."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that has passed every check and is tokenised; what the core is asked to serve."""
+
+    request_id: str
+    model: str
+    reply: str
+    encoding: Encoding
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: Sequence[int]
+    stop_strings: Sequence[str]
+    include_stop: bool
+    stream: bool
+    salt: bytes
+    priority: int
+    deadline_ms: int
+    retry: bool
+    traceparent: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """submitted: the last submission is acknowledged; accepted: one was. token_ids: accepted, shown
+    or not.
+
+    num_taken: tokens that became text; num_shown: tokens in frames.
+    """
+
+    ticket: Ticket
+    vocabulary: Vocabulary
+    tag: int
+    arrival_ns: int
+    reply: str
+    engine_id: str = ""
+    submitted: bool = False
+    accepted: bool = False
+    submit_at_ns: int = 0
+    give_up_ns: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_taken: int = 0
+    num_shown: int = 0
+    num_cached_tokens: int = 0
+    finished: SequenceFinished | None = None
+    _detokenizer: Detokenizer = field(init=False)
+    _stop: StopMatcher = field(init=False)
+    _logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    _prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    _text: list[str] = field(default_factory=list)
+    _stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.vocabulary.token_bytes, self.ticket.prompt_token_ids)
+        self._stop = StopMatcher(self.ticket.stop_strings, include=self.ticket.include_stop)
+        self._stop_ids = frozenset(self.ticket.stop_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    def submission(self, admission_id: str, now_ns: int) -> SubmitSequence:
+        """The sequence with all that is accepted so far: first submission and every later one
+        alike.
+        """
+        ticket = self.ticket
+        deadline_ms = ticket.deadline_ms
+        if deadline_ms:
+            deadline_ms = max(1, deadline_ms - (now_ns - self.arrival_ns) // 1_000_000)
+        return SubmitSequence(
+            seq_id=ticket.request_id,
+            admission_id=admission_id,
+            tag=self.tag,
+            prompt=pack(ticket.prompt_token_ids),
+            accepted=pack(self.token_ids),
+            max_tokens=ticket.max_tokens,
+            sampling=ticket.sampling,
+            stop_token_ids=pack(ticket.stop_token_ids),
+            salt=ticket.salt,
+            priority=ticket.priority,
+            deadline_ms=deadline_ms,
+            traceparent=ticket.traceparent,
+        )
+
+    # ---- what the scheduler says
+
+    def accept(self, offset: int, token_ids: Sequence[int]) -> bool:
+        """Output tokens from `offset` on; known ones are skipped -> False where some before them
+        are missing.
+        """
+        known = len(self.token_ids)
+        if offset > known:
+            return False
+        self.token_ids.extend(token_ids[known - offset :])
+        return True
+
+    def accept_logprobs(self, offset: int, logprobs: Logprobs) -> None:
+        self._logprobs.setdefault(offset, self._entry(self.token_ids[offset], logprobs, 0))
+
+    def accept_prompt_logprobs(self, first: int, logprobs: Logprobs) -> None:
+        for index in range(len(logprobs.chosen) // 4):
+            token_id = self.ticket.prompt_token_ids[first + index]
+            self._prompt_logprobs[first + index] = self._entry(token_id, logprobs, index)
+
+    # ---- what the client hears
+
+    @property
+    def has_news(self) -> bool:
+        return self.finished is not None or self.num_taken < len(self.token_ids)
+
+    def frame(self) -> Frame | None:
+        """Everything not yet shown; the terminal frame where the sequence has ended or a stop
+        string has matched.
+
+        None where there is nothing to show yet: a non-streaming request, or text held back for a
+        stop or a character.
+        """
+        matched = self._take()
+        if matched:
+            return self._frame(FinishReason.STOP)
+        finished = self.finished
+        if finished is not None:
+            if finished.reason is FinishReason.ERROR:
+                return self.error_frame(finished.code or ErrorCode.INTERNAL, finished.message)
+            self._text.append(self._ending())
+            return self._frame(finished.reason)
+        if not self.ticket.stream or self.num_taken == self.num_shown:
+            return None
+        return self._frame(None)
+
+    def abort_frame(self) -> Frame:
+        """The terminal frame of a cancelled request: no token that was not shown before."""
+        return Frame(
+            request_id=self.request_id,
+            offset=self.num_shown,
+            finish_reason=FinishReason.ABORT,
+            usage=self._usage(self.num_shown),
+        )
+
+    def error_frame(self, code: ErrorCode, message: str) -> Frame:
+        return Frame(
+            request_id=self.request_id,
+            offset=self.num_shown,
+            finish_reason=FinishReason.ERROR,
+            error=ErrorBody(code, message),
+        )
+
+    def replay(self, reply: str) -> None:
+        """The client asks again on a new inbox: everything is shown again from the first token."""
+        self.reply = reply
+        self.num_taken = self.num_shown = 0
+        self._text.clear()
+        self.__post_init__()
+
+    def _take(self) -> bool:
+        """Turn tokens into text -> True where a stop string has ended with them."""
+        while self.num_taken < len(self.token_ids):
+            token_id = self.token_ids[self.num_taken]
+            if token_id in self._stop_ids:
+                # It ended the sequence and is not part of the answer, nor of its usage.
+                return False
+            self.num_taken += 1
+            step = self._stop.push(self._detokenizer.push(token_id))
+            self._text.append(step.text)
+            if step.matched:
+                return True
+        return False
+
+    def _ending(self) -> str:
+        step = self._stop.push(self._detokenizer.flush())
+        return step.text if step.matched else step.text + self._stop.flush()
+
+    def _frame(self, reason: FinishReason | None) -> Frame:
+        """Tokens taken and not yet shown; the terminal frame where `reason` says why it ends."""
+        offset, self.num_shown = self.num_shown, self.num_taken
+        text = "".join(self._text)
+        self._text.clear()
+        return Frame(
+            request_id=self.request_id,
+            offset=offset,
+            text=text,
+            token_ids=self.token_ids[offset : self.num_taken],
+            logprobs=self._entries(offset, self.num_taken),
+            prompt_logprobs=self._prompt_entries() if offset == 0 else None,
+            finish_reason=reason,
+            usage=self._usage(self.num_shown) if reason is not None else None,
+        )
+
+    def _entries(self, start: int, end: int) -> list[TokenLogprob] | None:
+        if self.ticket.sampling.num_logprobs < 0:
+            return None
+        return [self._logprobs.pop(at) for at in range(start, end)]
+
+    def _usage(self, completion_tokens: int) -> Usage:
+        prompt_tokens = len(self.ticket.prompt_token_ids)
+        return Usage(prompt_tokens, completion_tokens, self.num_cached_tokens)
+
+    def _entry(self, token_id: int, logprobs: Logprobs, index: int) -> TokenLogprob:
+        chosen = np.frombuffer(logprobs.chosen, dtype="<f4")
+        ids = unpack(logprobs.top_ids)
+        values = np.frombuffer(logprobs.top_values, dtype="<f4")
+        width = len(ids) // len(chosen)
+        top = [
+            TopLogprob(int(top_id), self.vocabulary.token_text(int(top_id)), float(value))
+            for top_id, value in zip(
+                ids[index * width : (index + 1) * width],
+                values[index * width : (index + 1) * width],
+                strict=True,
+            )
+        ]
+        return TokenLogprob(
+            token_id, self.vocabulary.token_text(token_id), float(chosen[index]), top
+        )
+
+    def _prompt_entries(self) -> list[TokenLogprob | None] | None:
+        if self.ticket.sampling.num_prompt_logprobs < 0:
+            return None
+        return [self._prompt_logprobs.get(at) for at in range(len(self.ticket.prompt_token_ids))]

@@ -1,0 +1,372 @@
+"""Admission on the bus: decodes, checks and tokenises requests, and writes their frames.
+
+Invariants: a request that does not decode, or that the model's limits refuse, gets its error frame
+at once and never reaches the core; long texts are tokenised in a thread, so that the bus always
+answers; frames go to inboxes of clients, never to a subject of the mesh.
+
+Shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from services.contracts import codec
+from services.contracts.beats import Beat
+from services.contracts.errors import ERRORS, ErrorCode, RequestError, WireError
+from services.contracts.ids import is_id
+from services.contracts.limits import MAX_FRAME_DELAY_MS, MAX_TRACE_CHARS
+from services.contracts.public import (
+    Encoding,
+    ErrorBody,
+    FinishReason,
+    Frame,
+    GenerateRequest,
+    encode_frame,
+    encoding_of,
+)
+from services.contracts.sequences import AbortReply, SequenceUpdates, SubmitReply
+from services.contracts.subjects import ADMISSION_QUEUE, Subjects
+from services.runtime.actor import Actor
+from services.runtime.bus import (
+    Bus,
+    Delivery,
+    Endpoint,
+    NoResponders,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+from services.runtime.log import get_logger, report_progress, report_ready
+from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.settings import Settings
+
+from .core import (
+    Abort,
+    AdmissionCore,
+    Cancelled,
+    CancelAsked,
+    DrainAsked,
+    Effect,
+    Event,
+    Flush,
+    SendFrame,
+    Submit,
+    SubmitFailed,
+)
+from .model_text import ModelText, load_model_text
+from .open_request import Ticket
+from .validation import ModelLimits, check, decode, prepare
+
+SUBMIT_TIMEOUT_S: Final = 1.0
+ABORT_TRIES: Final = 5
+ABORT_TIMEOUT_S: Final = 1.0
+MAX_OPEN_REQUESTS: Final = 16_384
+MAX_TOKENISING: Final = 256
+# Below this, a thread costs more than the tokenising.
+INLINE_CHARS: Final = 4096
+DRAIN_S: Final = 3.0
+DRAIN_POLL_S: Final = 0.02
+MAX_HEADER_CHARS: Final = 256
+
+_updates = codec.Decoder(SequenceUpdates)
+_beat = codec.Decoder(Beat)
+_submit_reply = codec.Decoder(SubmitReply)
+_abort_reply = codec.Decoder(AbortReply)
+
+T = TypeVar("T")
+
+
+class AdmissionService:
+    def __init__(self, core: AdmissionCore, text: ModelText, bus: Bus, names: Subjects) -> None:
+        self._core = core
+        self._text = text
+        self._bus = bus
+        self._names = names
+        self._log = get_logger("admission")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_tokenising = 0
+        self._flushed_ns = 0
+        self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._flush_when_due)
+        self.dropped: Counter[str] = Counter()
+
+    # ---- requests in
+
+    def on_generate(self, delivery: Delivery) -> None:
+        if not self._may_answer(delivery.reply):
+            self.dropped["no_inbox"] += 1
+            return
+        self._spawn(self._generate(delivery))
+
+    def on_cancel(self, delivery: Delivery) -> None:
+        request_id = self._names.tail(delivery.subject, 1)
+        reply = delivery.reply if self._may_answer(delivery.reply) else ""
+        if is_id(request_id):
+            self.actor.post(CancelAsked(request_id, reply))
+
+    def on_updates(self, delivery: Delivery) -> None:
+        message = self._decoded(_updates, delivery)
+        if message is not None:
+            self.actor.post(message)
+
+    def on_beat(self, delivery: Delivery) -> None:
+        message = self._decoded(_beat, delivery)
+        if message is not None:
+            self.actor.post(message)
+
+    def _may_answer(self, reply: str) -> bool:
+        """A frame on a subject of the mesh, or of the server, would be a forged message."""
+        return bool(reply) and not reply.startswith((f"{self._names.prefix}.", "$"))
+
+    async def _generate(self, delivery: Delivery) -> None:
+        encoding, request_id = encoding_of(delivery.payload), ""
+        try:
+            request = decode(delivery.payload)
+            request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+            model = self._model_of(delivery.subject)
+            ticket = await self._ticket(request, request_id, model, delivery, encoding)
+        except RequestError as error:
+            frame = Frame(
+                request_id=request_id,
+                offset=0,
+                finish_reason=FinishReason.ERROR,
+                error=ErrorBody(error.code, error.message),
+            )
+            await self._send_frame(SendFrame(delivery.reply, encoding, frame))
+            return
+        self.actor.post(ticket)
+
+    def _model_of(self, subject: str) -> str:
+        model = self._names.tail(subject, 1)
+        if model != self._text.name:
+            shown = model[:64] if is_id(model[:64]) else repr(model[:64])
+            raise RequestError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"model {shown} is not served here; known: {self._text.name}",
+            )
+        return model
+
+    async def _ticket(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        model: str,
+        delivery: Delivery,
+        encoding: Encoding,
+    ) -> Ticket:
+        """Check, tokenise, check again. Raises RequestError."""
+        limits = self._limits(model)
+        check(request, limits)
+        prompt = await self._tokenise(request)
+        prepared = prepare(
+            request,
+            len(prompt),
+            limits,
+            seed=secrets.randbits(63),
+            eos_token_ids=self._text.tokenizer.eos_token_ids,
+        )
+        return Ticket(
+            request_id=request_id,
+            model=model,
+            reply=delivery.reply,
+            encoding=encoding,
+            prompt_token_ids=prompt,
+            max_tokens=prepared.max_tokens,
+            sampling=prepared.sampling,
+            stop_token_ids=prepared.stop_token_ids,
+            stop_strings=prepared.stop_strings,
+            include_stop=request.include_stop_str_in_output,
+            stream=request.stream,
+            salt=request.cache_salt.encode()[:64],
+            priority=request.priority,
+            deadline_ms=request.deadline_ms or 0,
+            retry=request.retry,
+            traceparent=delivery.headers.get("traceparent", "")[:MAX_TRACE_CHARS],
+        )
+
+    def _limits(self, model: str) -> ModelLimits:
+        engine = self._core.engines.choose(model, time.monotonic_ns())
+        if engine is None or engine.load is None:
+            raise RequestError(ErrorCode.NO_WORKER, f"no worker serves {model} at this moment")
+        tokenizer = self._text.tokenizer
+        return ModelLimits(
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=engine.load.max_model_len,
+            longest_token_bytes=tokenizer.longest_token_bytes,
+        )
+
+    async def _tokenise(self, request: GenerateRequest) -> list[int]:
+        messages = request.messages or ()
+        num_chars = len(request.prompt or "") + sum(len(message.text) for message in messages)
+        if num_chars <= INLINE_CHARS:
+            return list(self._text.prompt_token_ids(request))
+        if self._num_tokenising >= MAX_TOKENISING:
+            raise RequestError(
+                ErrorCode.QUEUE_FULL, f"{MAX_TOKENISING} long prompts are being tokenised already"
+            )
+        self._num_tokenising += 1
+        try:
+            loop = asyncio.get_running_loop()
+            work = self._text.prompt_token_ids
+            return list(await loop.run_in_executor(self._threads, work, request))
+        finally:
+            self._num_tokenising -= 1
+
+    def _decoded(self, decoder: codec.Decoder[T], delivery: Delivery) -> T | None:
+        try:
+            return decoder.decode(delivery.payload)
+        except WireError as error:
+            self.dropped["wire"] += 1
+            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
+            return None
+
+    # ---- effects out
+
+    def _flush_when_due(self, num_queued: int, now_ns: int) -> Event | None:
+        """Show what has come when the inbox is empty, and under a flood every MAX_FRAME_DELAY_MS."""
+        if not self._core.has_news:
+            return None
+        late = now_ns - self._flushed_ns >= MAX_FRAME_DELAY_MS * 1_000_000
+        if num_queued and not late:
+            return None
+        self._flushed_ns = now_ns
+        return Flush()
+
+    async def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SendFrame():
+                await self._send_frame(effect)
+            case Submit():
+                self._spawn(self._submit(effect))
+            case Abort():
+                self._spawn(self._abort(effect))
+            case Cancelled():
+                if effect.reply:
+                    answer = msgspec.json.encode({"request_id": effect.request_id})
+                    await self._bus.publish(effect.reply, answer)
+
+    async def _send_frame(self, effect: SendFrame) -> None:
+        frame = effect.frame
+        payload = encode_frame(frame, effect.encoding)
+        headers = None if frame.error is None else _error_headers(frame.error)
+        try:
+            await self._bus.publish(effect.reply, payload, headers=headers)
+        except PayloadTooLarge as error:
+            body = ErrorBody(ErrorCode.PAYLOAD_TOO_LARGE, str(error))
+            small = Frame(
+                request_id=frame.request_id,
+                offset=frame.offset,
+                finish_reason=FinishReason.ERROR,
+                error=body,
+            )
+            if frame.finish_reason is None:
+                self.actor.post(CancelAsked(frame.request_id))
+            await self._bus.publish(
+                effect.reply, encode_frame(small, effect.encoding), headers=_error_headers(body)
+            )
+
+    async def _submit(self, effect: Submit) -> None:
+        seq_id = effect.message.seq_id
+        try:
+            answer = await self._bus.request(
+                self._names.submit(effect.engine),
+                codec.encode(effect.message),
+                timeout_s=SUBMIT_TIMEOUT_S,
+            )
+            self.actor.post(_submit_reply.decode(answer))
+        except PayloadTooLarge as error:
+            refusal = SubmitReply(seq_id, 0, ErrorCode.PAYLOAD_TOO_LARGE, str(error))
+            self.actor.post(refusal)
+        except (NoResponders, RequestTimeout, WireError):
+            self.actor.post(SubmitFailed(seq_id))
+
+    async def _abort(self, effect: Abort) -> None:
+        """Idempotent, and nobody waits for it: retried a few times, then the scheduler's log
+        expires by itself.
+        """
+        payload = codec.encode(effect.message)
+        for _ in range(ABORT_TRIES):
+            try:
+                answer = await self._bus.request(
+                    self._names.abort(effect.engine), payload, timeout_s=ABORT_TIMEOUT_S
+                )
+                _abort_reply.decode(answer)
+                return
+            except (RequestTimeout, WireError):
+                continue
+            except NoResponders:
+                await asyncio.sleep(ABORT_TIMEOUT_S)
+        self.dropped["abort"] += 1
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- the end
+
+    async def drain(self) -> None:
+        """Let open requests end, for a while; then end them with an error."""
+        self.actor.post(DrainAsked())
+        deadline = time.monotonic() + DRAIN_S
+        while self._core.requests and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        for effect in self._core.fail_all(ErrorCode.DRAINING, "the service is being stopped"):
+            await self._perform(effect)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _error_headers(error: ErrorBody) -> dict[str, str]:
+    """As NATS services report errors (ADR-32)."""
+    text = error.message.encode("ascii", "replace").decode()
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return {
+        "Nats-Service-Error-Code": str(ERRORS[error.code].status),
+        "Nats-Service-Error": f"{error.code}: {clean}"[:MAX_HEADER_CHARS],
+    }
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    report_progress(0.0, "loading the tokenizer")
+    text = await asyncio.to_thread(load_model_text, settings)
+    names, me = subjects(settings), settings.admission_id
+    bus = await connect(settings, me)
+    core = AdmissionCore(me, {text.name: text}, MAX_OPEN_REQUESTS)
+    service = AdmissionService(core, text, bus, names)
+    listeners: list[tuple[str, Callable[[Delivery], None]]] = [
+        (names.updates(me), service.on_updates),
+        (names.any_beat("scheduler"), service.on_beat),
+    ]
+    for subject, handler in listeners:
+        await bus.subscribe(subject, handler)
+    await bus.serve(
+        "streetcar-admission",
+        "Streetcar: requests in, text out",
+        [
+            Endpoint("generate", names.any_generate, service.on_generate, queue=ADMISSION_QUEUE),
+            Endpoint("cancel", names.any_cancel, service.on_cancel),
+        ],
+    )
+    await bus.flush()
+    report_ready(id=me, model=text.name)
+    beat = names.beat("admission", me)
+
+    async def until_drained() -> None:
+        await stopping.wait()
+        await service.drain()
+
+    try:
+        never = asyncio.Event()
+        await run_together(
+            never, service.actor.run(), beat_forever(bus, beat, core.beat), until_drained()
+        )
+    finally:
+        await bus.close()

@@ -1,0 +1,61 @@
+"""`streetcar up`: the whole cluster in the foreground.
+
+Shell: starts and stops processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from services.cli.options import ClusterOptions
+from services.cli.output import ClusterReporter, print_json
+
+
+def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
+    """Start the bus and all services; Ctrl-C stops them.
+
+    Parameters
+    ----------
+    json
+        Print one line of JSON once ready: nats_url, http_url, pids by service.
+    """
+    from services.cli.running import prepare, run_cluster
+    from services.cli.running_file import RunningCluster, forget, remember
+    from services.runtime.cluster import Cluster
+
+    settings = prepare((options or ClusterOptions()).settings())
+
+    def announce(cluster: Cluster) -> None:
+        remember(
+            settings,
+            RunningCluster(cluster.nats_url, cluster.http_url, settings.served_name, os.getpid()),
+        )
+        if json:
+            print_json(
+                {
+                    "nats_url": cluster.nats_url,
+                    "http_url": cluster.http_url,
+                    "pids": cluster.pids,
+                }
+            )
+            return
+        print(f"\n  ready    {cluster.http_url}/v1    {cluster.nats_url}")
+        print('  try      streetcar chat "hello"   |   streetcar ps')
+        print("  stop     Ctrl-C", flush=True)
+
+    async def serve(cluster: Cluster) -> None:
+        announce(cluster)
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        await run_cluster(Cluster(settings, ClusterReporter()), serve)
+
+    try:
+        asyncio.run(run())
+    finally:
+        forget(settings, os.getpid())
+    if not json:
+        print("stopped", file=sys.stderr)
+    return 0

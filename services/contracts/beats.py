@@ -1,0 +1,94 @@
+"""Heartbeats: every service says that it lives, what it carries, and the last number of every
+stream it sends.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from . import limits
+from .codec import Message
+from .ids import Id
+
+
+class ServiceKind(StrEnum):
+    ADMISSION = "admission"
+    SCHEDULER = "scheduler"
+    KV_STORE = "kv_store"
+    GPU_WORKER = "gpu_worker"
+    GATEWAY = "gateway"
+
+
+class StreamMark(Message, frozen=True):
+    """The last number sent on a stream; `name` is the receiver's id, or the engine's."""
+
+    name: Id
+    number: int
+
+
+_Marks = Annotated[list[StreamMark], Meta(max_length=limits.MAX_NAMES)]
+
+
+class EngineLoad(Message, frozen=True):
+    """A scheduler's load and running totals; what routers and /metrics read.
+
+    ready: attached to a worker and bound to a ledger. Totals count since the scheduler's start.
+    """
+
+    model: Id
+    ready: bool
+    max_model_len: int
+    num_running: int
+    num_waiting: int
+    num_blocks_total: int
+    num_blocks_held: int
+    num_preemptions: int
+    num_steps: int
+    num_step_seqs: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class AdmissionLoad(Message, frozen=True):
+    models: Annotated[list[Id], Meta(max_length=limits.MAX_NAMES)]
+    num_open: int
+
+
+class WorkerLoad(Message, frozen=True):
+    model: Id
+    last_step_id: int
+    num_blocks: int
+
+
+class KvPoolLoad(Message, frozen=True):
+    """free + leased + cached = total - 1: block 0 is the null block. need_snapshot: a delta was
+    missed.
+    """
+
+    engine: Id
+    generation: int
+    epoch: int
+    num_blocks: int
+    num_free: int
+    num_leased: int
+    num_cached: int
+    need_snapshot: bool
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    kind: ServiceKind
+    service_id: Id
+    generation: int = 0
+    epoch: int = 0
+    streams: _Marks = []
+    engine: EngineLoad | None = None
+    admission: AdmissionLoad | None = None
+    worker: WorkerLoad | None = None
+    pools: Annotated[list[KvPoolLoad], Meta(max_length=limits.MAX_NAMES)] = []

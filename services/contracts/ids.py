@@ -1,0 +1,29 @@
+"""The ids that appear in subjects, and what they may contain.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, NewType
+
+import msgspec
+
+MAX_ID_LENGTH = 64
+ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,{MAX_ID_LENGTH}}}\Z"
+
+_ID = re.compile(ID_PATTERN)
+
+RequestId = NewType("RequestId", str)
+SeqId = NewType("SeqId", str)
+EngineId = NewType("EngineId", str)
+AdmissionId = NewType("AdmissionId", str)
+
+Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH)]
+
+
+def is_id(text: str) -> bool:
+    """True where `text` may stand as one token of a subject (no dot, wildcard, space or NUL)."""
+    # `$` would also accept a trailing newline, which is a subject injection.
+    return _ID.fullmatch(text) is not None

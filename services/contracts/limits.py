@@ -1,0 +1,58 @@
+"""Named bounds on everything that crosses the wire or grows; overflow is described at each.
+
+Pure. A limit that users may tune is a setting; these are the ceilings that settings stay below.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Wire. nats-server is configured with the same payload limit; a larger request is refused (413).
+MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+PAYLOAD_MARGIN_BYTES: Final = 64 * 1024
+
+# Requests: a larger value is refused with `invalid_request` before any work is done.
+MAX_PROMPT_CHARS: Final = 4 * 1024 * 1024
+MAX_PROMPT_TOKENS: Final = 1024 * 1024
+MAX_MESSAGES: Final = 1024
+MAX_CONTENT_PARTS: Final = 256
+MAX_NAME_CHARS: Final = 256
+MAX_OUTPUT_TOKENS: Final = 1024 * 1024
+MAX_TEMPERATURE: Final = 100.0
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 64
+MAX_LOGPROBS: Final = 20
+MAX_CACHE_SALT_CHARS: Final = 64
+MAX_PRIORITY: Final = 100
+MAX_DEADLINE_MS: Final = 24 * 3600 * 1000
+MAX_SEED: Final = 2**63 - 1
+MAX_TOKEN_ID: Final = 2**31 - 1
+
+# Engine shape: ceilings for settings and for what a peer may claim.
+MAX_LANES: Final = 4096
+MAX_BLOCK_SIZE: Final = 1024
+MAX_BLOCKS: Final = 2**24
+MAX_MODEL_LEN: Final = 1024 * 1024
+
+# Step protocol (DESIGN section 5).
+MAX_STEPS_IN_FLIGHT: Final = 2
+KEPT_PLANS: Final = 8
+
+# Scheduler: a finished sequence waits for its acknowledgement this long, in this many entries.
+FINISHED_LOG_SECONDS: Final = 60
+FINISHED_LOG_ENTRIES: Final = 16384
+
+# Liveness: a service beats at this period and is suspect after three missed beats.
+BEAT_PERIOD_MS: Final = 250
+SUSPECT_AFTER_BEATS: Final = 3
+
+# Text: a client sees a frame at least this often while its tokens flow (DESIGN section 3).
+MAX_FRAME_DELAY_MS: Final = 50
+CANCEL_TOMBSTONE_SECONDS: Final = 10
+MAX_TOMBSTONES: Final = 16384
+
+MAX_ERROR_CHARS: Final = 2048
+MAX_ENVELOPE_BYTES: Final = 64 * 1024
+MAX_TRACE_CHARS: Final = 128
+MAX_NAMES: Final = 256

@@ -1,0 +1,172 @@
+"""The step on the wire: attach, plan, result, poll, and the event that observers see (DESIGN
+section 5).
+
+A StepPlan is a diff against the plan before it and never contains a sampled token. Lane vectors are
+int32.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from . import limits
+from .codec import Message
+from .ids import Id
+from .sampling import SamplingParams
+from .sequences import Logprobs
+from .vectors import EMPTY, Vector
+
+_Lane = Annotated[int, Meta(ge=0, lt=limits.MAX_LANES)]
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """scheduler -> rank 0 (request/reply): take over. `epoch_seen`: the highest the caller knows
+    of.
+
+    attempt: new for each taking over; a repeated one gets the same answer, so that a lost reply
+    costs no epoch.
+    """
+
+    scheduler_id: Id
+    attempt: Id
+    epoch_seen: int
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """The running step has ended and queued plans are dropped; the caller owns `epoch`.
+
+    generation: new at each worker start, its KV is empty then. The rest is the shape of the engine.
+    """
+
+    attempt: Id
+    generation: int
+    epoch: int
+    num_blocks: Annotated[int, Meta(ge=2, le=limits.MAX_BLOCKS)]
+    block_size: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCK_SIZE)]
+    max_num_seqs: Annotated[int, Meta(ge=1, le=limits.MAX_LANES)]
+    max_model_len: Annotated[int, Meta(ge=1, le=limits.MAX_MODEL_LEN)]
+    vocab_size: Annotated[int, Meta(ge=1)]
+
+
+class LaneJoin(Message, frozen=True, kw_only=True):
+    """A sequence takes a lane, once, with all that the worker must know of it.
+
+    token_ids: prompt and accepted output. block_ids: those it holds now; more come by append.
+    num_computed_tokens: how many of its tokens already lie in those blocks.
+    num_prompt_tokens: where the output starts.
+    """
+
+    lane: _Lane
+    token_ids: Vector
+    block_ids: Vector = EMPTY
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+class StepPlan(Message, frozen=True, tag="plan"):
+    """scheduler -> rank 0. In order: reset, leave, join, append; then the step runs.
+
+    decode: every lane that is neither in `chunk_lanes` nor in `hold` advances by one decode (False:
+    none does).
+    chunk_lanes, chunk_tokens: num_scheduled_tokens of lanes that are still catching up.
+    hold: lanes that stand still in this step. append_lanes, append_blocks: pairs, in order.
+    reset: first plan of an epoch: all lanes of the plans before it are empty.
+    """
+
+    generation: int
+    epoch: int
+    number: int
+    step_id: int
+    decode: bool = True
+    reset: bool = False
+    leave: Vector = EMPTY
+    join: Annotated[list[LaneJoin], Meta(max_length=limits.MAX_LANES)] = []
+    chunk_lanes: Vector = EMPTY
+    chunk_tokens: Vector = EMPTY
+    hold: Vector = EMPTY
+    append_lanes: Vector = EMPTY
+    append_blocks: Vector = EMPTY
+
+
+class LaneLogprobs(Message, frozen=True):
+    lane: _Lane
+    logprobs: Logprobs
+
+
+class LanePromptLogprobs(Message, frozen=True):
+    lane: _Lane
+    first: int
+    logprobs: Logprobs
+
+
+class StepResult(Message, frozen=True, tag="result"):
+    """rank 0 -> scheduler. `lanes`, `token_ids`: int32 [n], the lanes that sampled and what, in
+    ascending lane order.
+
+    failed: lanes whose logits were not finite. elapsed_us: of the step. waited_us: how long its
+    plan lay queued before the step began; 0 means that the worker stood idle for it.
+    """
+
+    generation: int
+    epoch: int
+    number: int
+    step_id: int
+    lanes: Vector = EMPTY
+    token_ids: Vector = EMPTY
+    failed: Vector = EMPTY
+    logprobs: list[LaneLogprobs] = []
+    prompt_logprobs: list[LanePromptLogprobs] = []
+    elapsed_us: int = 0
+    waited_us: int = 0
+
+
+class Poll(Message, frozen=True, tag="poll"):
+    """scheduler -> rank 0 (request/reply): what became of `step_id`?"""
+
+    generation: int
+    epoch: int
+    step_id: int
+
+
+class PollState(StrEnum):
+    RESULT = "result"
+    RUNNING = "running"
+    UNKNOWN = "unknown"
+
+
+class PollReply(Message, frozen=True, tag="poll_reply"):
+    """UNKNOWN is answered by sending the same plans again. Carries the worker's own generation and
+    epoch.
+    """
+
+    generation: int
+    epoch: int
+    step_id: int
+    state: PollState
+    result: StepResult | None = None
+
+
+class StepEvent(Message, frozen=True, tag="step"):
+    """scheduler -> anyone, one per step, dropped freely. Durations in microseconds, sizes in bytes."""
+
+    engine: Id
+    epoch: int
+    step_id: int
+    num_seqs: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    num_blocks_held: int
+    num_blocks_total: int
+    plan_bytes: int
+    scheduler_us: int
+    elapsed_us: int
+    period_us: int

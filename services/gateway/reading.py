@@ -1,0 +1,60 @@
+"""Reads a request's body, at most as much as the bus would take.
+
+Invariant: never more than the limit is held in memory, whatever a client sends.
+
+Shell: reads from the connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from services.contracts.errors import ErrorCode
+from services.gateway.disconnect import ClientGone
+from services.gateway.refusals import Refusal, invalid
+
+MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
+"""Of a body that is too large: a client that is still sending would not see the refusal."""
+
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+async def read_body(request: Request, limit: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises Refusal: 413 with both sizes, or 400."""
+    body = await _read(request, limit)
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError:
+        raise invalid("the body must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_DISCARDED_BYTES:
+        raise _too_large(f"{int(declared)} bytes", limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+                continue
+            chunks.clear()
+            if size > MAX_DISCARDED_BYTES:
+                raise _too_large(f"more than {MAX_DISCARDED_BYTES} bytes", limit)
+    except ClientDisconnect:
+        raise ClientGone from None
+    if size > limit:
+        raise _too_large(f"{size} bytes", limit)
+    return b"".join(chunks)
+
+
+def _too_large(size: str, limit: int) -> Refusal:
+    message = f"the body has {size}; the bus takes messages of at most {limit} bytes"
+    return Refusal(413, ErrorCode.PAYLOAD_TOO_LARGE.value, message)

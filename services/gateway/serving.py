@@ -1,0 +1,184 @@
+"""The course of one request: check the model, ask the mesh, answer whole or as a stream.
+
+Invariants: a failure before the first frame is an HTTP status; whatever ends the request ends its
+generations; every generation is metered to its end.
+
+Shell: clock, connection.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.client import Frame, StreetcarClientError
+from services.contracts.errors import ErrorCode
+from services.contracts.ids import MAX_ID_LENGTH
+from services.contracts.public import FinishReason
+from services.gateway.answers import (
+    Answer,
+    AnyChoice,
+    Choice,
+    Dialect,
+    Usage,
+    encode,
+    total_usage,
+)
+from services.gateway.asking import Ask, with_request_ids
+from services.gateway.disconnect import unless_gone
+from services.gateway.fan_out import Generator, fan_out
+from services.gateway.mesh_view import MeshView
+from services.gateway.metrics import Meter, Metrics
+from services.gateway.reading import read_body
+from services.gateway.refusals import JSON, Refusal, from_mesh
+from services.gateway.sse import DONE, EventStream, event
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What all requests share. body_limit: in bytes. draining: nothing new is begun."""
+
+    client: Generator
+    view: MeshView
+    body_limit: int
+    draining: bool = False
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.view)
+
+
+class Call:
+    """One HTTP request that is being served: its generations, their choices and meters."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        ask: Ask,
+        dialect: Dialect,
+        *,
+        started_s: float,
+        traceparent: str | None,
+    ) -> None:
+        """`started_s`: when the request arrived, as `time.monotonic` says."""
+        name = uuid.uuid4().hex
+        self._ask = with_request_ids(ask, name)
+        self._dialect = dialect
+        self._id = dialect.prefix + name
+        self._created = int(time.time())
+        self._choices = [Choice(index) for index in range(len(ask.children))]
+        self._usages: dict[int, Frame] = {}
+        metrics = gateway.metrics
+        self._meters = [Meter(metrics, ask.model, started_s) for _ in ask.children]
+        metrics.params_n.labels(ask.model).observe(ask.num_choices)
+        if max_tokens := ask.children[0].get("max_tokens"):
+            metrics.params_max_tokens.labels(ask.model).observe(max_tokens)
+        self._frames = fan_out(gateway.client, ask.model, self._ask.children, traceparent)
+
+    async def whole(self) -> bytes:
+        """The body of a complete answer. Raises Refusal."""
+        async with aclosing(self._metered()) as frames:
+            async for index, frame in frames:
+                self._choices[index].add(frame)
+        num_logprobs = self._ask.num_logprobs
+        choices = [self._dialect.complete(choice, num_logprobs) for choice in self._choices]
+        return self._encode(self._dialect.whole, choices, self._usage())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Events, as soon as the mesh has begun to answer. Raises Refusal before the first one."""
+        begun = False
+        try:
+            async with aclosing(self._metered()) as frames:
+                async for index, frame in frames:
+                    if not begun:
+                        begun = True
+                        for opening in self._openings():
+                            yield event(self._chunk([opening]))
+                    if frame["text"] or frame["logprobs"] or frame["finish_reason"]:
+                        choice, num_logprobs = self._choices[index], self._ask.num_logprobs
+                        yield event(self._chunk([self._dialect.part(choice, frame, num_logprobs)]))
+            if self._ask.include_usage:
+                yield event(self._chunk([], self._usage()))
+        except Refusal as refusal:
+            if not begun:
+                raise
+            yield event(refusal.event())
+        yield DONE
+
+    async def _metered(self) -> AsyncGenerator[tuple[int, Frame], None]:
+        try:
+            async with aclosing(self._frames) as frames:
+                async for index, frame in frames:
+                    self._meters[index].frame(frame)
+                    if frame["usage"] is not None:
+                        self._usages[index] = frame["usage"]
+                    yield index, frame
+        except StreetcarClientError as error:
+            next(meter for meter in self._meters if not meter.ended).fail(error.code)
+            raise from_mesh(error) from None
+        finally:
+            for meter in self._meters:
+                meter.end(FinishReason.ABORT.value)
+
+    def _openings(self) -> list[AnyChoice]:
+        openings = (self._dialect.opening(choice.index) for choice in self._choices)
+        return [opening for opening in openings if opening is not None]
+
+    def _usage(self) -> Usage:
+        return total_usage(self._usages, self._ask.num_choices)
+
+    def _chunk(self, choices: Sequence[AnyChoice], usage: Usage | UnsetType = UNSET) -> bytes:
+        return self._encode(self._dialect.chunk, choices, usage)
+
+    def _encode(self, kind: str, choices: Sequence[AnyChoice], usage: Usage | UnsetType) -> bytes:
+        return encode(Answer(self._id, kind, self._created, self._ask.model, choices, usage))
+
+
+async def serve(
+    gateway: Gateway,
+    request: Request,
+    parse: Callable[[dict[str, Any]], Ask],
+    dialect: Dialect,
+) -> Response:
+    """Answer `request`. Raises Refusal, or ClientGone."""
+    started_s = time.monotonic()
+    body = await read_body(request, gateway.body_limit)
+    if gateway.draining:
+        raise Refusal(503, ErrorCode.DRAINING.value, "the gateway is stopping")
+    ask = parse(body)
+    _check_model(gateway, ask.model)
+    traceparent = request.headers.get("traceparent", "")
+    call = Call(
+        gateway,
+        ask,
+        dialect,
+        started_s=started_s,
+        traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else None,
+    )
+    if not ask.stream:
+        return Response(await unless_gone(request.receive, call.whole()), media_type=JSON)
+    events = call.stream()
+    return EventStream(await unless_gone(request.receive, _next(events)), events)
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+def _check_model(gateway: Gateway, model: str) -> None:
+    """Refuse a name that no admission serves; where none is known, the mesh itself is asked."""
+    known = gateway.view.models(time.monotonic_ns())
+    if known and model not in known:
+        message = f"model {model[:MAX_ID_LENGTH]!r} is not served here; known: {', '.join(known)}"
+        raise Refusal(404, ErrorCode.MODEL_NOT_FOUND.value, message)

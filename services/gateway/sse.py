@@ -1,0 +1,54 @@
+"""Server-sent events, as the OpenAI interface streams its chunks.
+
+Invariants: an event is sent as soon as it is there and is never joined with another; the generator
+of events is closed when the client goes away or the stream ends.
+
+Shell: writes to the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.disconnect import ClientGone, unless_gone
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def event(data: bytes) -> bytes:
+    """`data`, one line of JSON, as an event."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `first` and then what `events` yields, all framed by `event`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        # Proxies may not keep events to send them together later.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            try:
+                await unless_gone(receive, self._send(send))
+            except (ClientGone, OSError):
+                # Nobody reads any more; closing the events cancels the generations.
+                return
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

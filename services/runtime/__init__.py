@@ -1,0 +1,1 @@
+"""What every service stands on: settings, logs, the bus, the supervisor."""

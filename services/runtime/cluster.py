@@ -1,0 +1,262 @@
+"""One whole cluster on this machine: the bus, then all services, under one supervisor.
+
+Invariants: everything that was started is stopped, services first and the bus last; an embedded
+bus that dies comes back on the same port; `start` returns only when the gateway says that it
+can serve (routes, a worker, blocks).
+
+Shell: processes, a temporary directory, loopback HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import services
+from services.runtime.nats_server import NatsServer, NatsServerError
+from services.runtime.problem import Problem
+from services.runtime.restarts import RestartPolicy
+from services.runtime.settings import ENV_PREFIX, HTTP_PORT_VARIABLE, Settings
+from services.runtime.supervisor import (
+    Observer,
+    ServiceFailure,
+    ServiceSpec,
+    Supervisor,
+    SupervisorEvent,
+)
+
+BUS: Final = "nats"
+GATEWAY: Final = "gateway"
+MODULES: Final = {
+    GATEWAY: "services.gateway",
+    "admission": "services.admission",
+    "scheduler": "scheduler_svc",
+    "worker": "gpu_worker",
+    "kv_store": "kv_store",
+}
+"""Module of each service, in the order in which they stop."""
+
+READYZ_TIMEOUT_S: Final = 60.0
+_READYZ_PERIOD_S: Final = 0.05
+_READYZ_REQUEST: Final = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+class Cluster:
+    """The services of `settings` as processes. `async with Cluster(...) as cluster: ...`."""
+
+    def __init__(self, settings: Settings, observer: Observer) -> None:
+        """`observer` hears of every start, progress, death and stop; it must not raise."""
+        self._settings = settings
+        self._observer = observer
+        self._temporary = "" if settings.run_dir else tempfile.mkdtemp(prefix="streetcar-")
+        self._run_dir = Path(settings.run_dir or self._temporary)
+        self._bus: NatsServer | None = None
+        self._bus_task: asyncio.Task[None] | None = None
+        self._bus_failure: asyncio.Future[ServiceFailure] | None = None
+        self._supervisor: Supervisor | None = None
+        self._failed = False
+        self._stopped = False
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the logs are. A temporary one is removed at a clean stop, kept at a failure."""
+        return self._run_dir
+
+    @property
+    def nats_url(self) -> str:
+        return self._settings.nats_url or self._running_bus().url
+
+    @property
+    def http_url(self) -> str:
+        """Where the gateway listens, as it reported when it became ready."""
+        return str(self._running().ready_fields(GATEWAY)["http_url"])
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by service, the embedded bus included."""
+        pids = self._running().pids
+        return pids if self._bus is None or self._stopped else {BUS: self._bus.pid, **pids}
+
+    async def start(self) -> None:
+        """Start everything and wait until requests can be served. Raises Problem."""
+        self._bus_failure = asyncio.get_running_loop().create_future()
+        try:
+            if self._settings.embedded_nats:
+                await self._start_bus()
+            self._supervisor = Supervisor(
+                [
+                    ServiceSpec(name, (sys.executable, "-P", "-m", module))
+                    for name, module in MODULES.items()
+                ],
+                environment=self._environment(),
+                run_dir=self._run_dir,
+                observer=self._on_event,
+            )
+            await self._supervisor.start()
+            await self._wait_readyz()
+        except BaseException as error:
+            self._failed = isinstance(error, Problem)
+            await self.stop()
+            raise
+
+    async def wait(self) -> Problem:
+        """What ends the cluster, once something does."""
+        assert self._bus_failure is not None, "the cluster was never started"
+        services_end = asyncio.ensure_future(self._running().wait())
+        ends: set[asyncio.Future[Any]] = {services_end, self._bus_failure}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            services_end.cancel()
+        self._failed = True
+        failure: Problem = (
+            self._bus_failure.result() if self._bus_failure.done() else services_end.result()
+        )
+        return failure
+
+    async def stop(self) -> None:
+        """Stop the services in order, then the bus. Idempotent."""
+        if self._stopped:
+            return
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        if self._bus_task is not None:
+            self._bus_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._bus_task
+        if self._bus is not None:
+            await self._bus.stop()
+            self._emit_bus("stopped")
+        self._stopped = True
+        if self._temporary and not self._failed:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End every process at once; call `stop` after it."""
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        if self._bus_task is not None:
+            self._bus_task.cancel()
+        if self._bus is not None:
+            self._bus.kill()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.stop()
+
+    def _running(self) -> Supervisor:
+        assert self._supervisor is not None, "the cluster was never started"
+        return self._supervisor
+
+    def _running_bus(self) -> NatsServer:
+        assert self._bus is not None, "the cluster was never started"
+        return self._bus
+
+    def _environment(self) -> dict[str, str]:
+        """The children's environment: ours, with every setting spelled out."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+        settings = self._settings.replace(
+            "supervisor", nats_url=self.nats_url, nats_port=0, run_dir=str(self._run_dir)
+        )
+        # `-P` keeps the working directory off the path, where a folder called `kernels` may be.
+        root = str(Path(services.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH", "")]))
+        return {**inherited, **settings.to_env(), "PYTHONPATH": path}
+
+    async def _start_bus(self) -> None:
+        self._emit_bus("starting")
+        self._bus = NatsServer(
+            self._run_dir / "bus", host=self._settings.nats_host, port=self._settings.nats_port
+        )
+        await self._bus.start()
+        self._emit_bus("ready", fields={"url": self._bus.url})
+        self._bus_task = asyncio.create_task(self._keep_bus(self._bus), name="supervise nats")
+
+    async def _keep_bus(self, bus: NatsServer) -> None:
+        policy = RestartPolicy()
+        while True:
+            code = await bus.wait()
+            reason = f"it exited with {code}"
+            self._emit_bus("died", reason)
+            while True:
+                delay = policy.on_death(time.monotonic(), was_ready=False)
+                if delay is None:
+                    self._bus_failed(NatsServerError(f"it keeps dying; last time {reason}"))
+                    return
+                self._emit_bus("restarting", f"in {delay:.2g} s: {reason}")
+                await asyncio.sleep(delay)
+                try:
+                    await bus.start()
+                    break
+                except NatsServerError as error:
+                    reason = error.cause
+            policy.on_ready()
+            self._emit_bus("ready", fields={"url": bus.url})
+
+    def _bus_failed(self, error: NatsServerError) -> None:
+        assert self._bus_failure is not None
+        failure = ServiceFailure(error.code, error.title, cause=error.cause, fix=error.fix)
+        if not self._bus_failure.done():
+            self._bus_failure.set_result(failure)
+
+    async def _wait_readyz(self) -> None:
+        """Ask the gateway's `/readyz` until it answers 200; the last reason is told if not."""
+        parts = urlsplit(self.http_url)
+        reason = "no answer"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READYZ_TIMEOUT_S):
+                while True:
+                    status, reason = await _ask(parts.hostname or "", parts.port or 80)
+                    if status == 200:
+                        return
+                    await asyncio.sleep(_READYZ_PERIOD_S)
+        raise ServiceFailure(
+            "E404",
+            "Cluster does not become ready",
+            cause=f"/readyz after {READYZ_TIMEOUT_S:g} s: {reason}",
+            fix=f"the logs are in {self._run_dir}",
+        )
+
+    def _on_event(self, event: SupervisorEvent) -> None:
+        if event.service == GATEWAY and event.kind == "ready":
+            # A gateway that picked a free port comes back on the same one.
+            port = urlsplit(str(event.fields["http_url"])).port
+            self._running().pin(GATEWAY, HTTP_PORT_VARIABLE, str(port))
+        self._observer(event)
+
+    def _emit_bus(self, kind: Any, text: str = "", fields: Mapping[str, Any] | None = None) -> None:
+        self._observer(SupervisorEvent(BUS, kind, text, None, fields or {}))
+
+
+async def _ask(host: str, port: int) -> tuple[int, str]:
+    """Status and body (at most 2,000 characters) of one GET /readyz; status 0 if none came."""
+    connect_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        reader, writer = await asyncio.open_connection(connect_host, port)
+    except OSError as error:
+        return 0, str(error.strerror or error)
+    try:
+        writer.write(_READYZ_REQUEST)
+        answer = await reader.read()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        parts = head.split(b" ", 2)
+        status = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+        return status, body.decode(errors="replace")[:2000]
+    except OSError as error:
+        return 0, str(error.strerror or error)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

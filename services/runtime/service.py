@@ -1,0 +1,113 @@
+"""What the main function of every service does: connect, beat, run its actor, stop when asked.
+
+Invariants: a service that cannot reach the bus keeps trying and says so; a broken invariant ends
+the process with status 1 and its reason in the log; SIGTERM stops it in order.
+
+Shell: signals, processes, the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+import nats.errors
+
+from services.contracts import codec
+from services.contracts.beats import Beat
+from services.contracts.limits import BEAT_PERIOD_MS
+from services.contracts.subjects import Subjects
+from services.runtime.bus import Bus, NatsBus
+from services.runtime.log import configure_logging, get_logger, report_fatal
+from services.runtime.problem import Problem
+from services.runtime.settings import Settings, for_service
+
+DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
+CONNECT_RETRY_S: Final = 0.2
+
+Main = Callable[[Settings, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+def run_service(name: str, main: Main) -> int:
+    """Run `main(settings, stopping)` to its end -> exit status. `stopping` is set by SIGTERM and
+    SIGINT.
+    """
+    try:
+        settings = for_service()
+    except Problem as problem:
+        report_fatal(problem.code, problem.cause, problem.fix)
+        return 1
+    configure_logging(name, settings.log_level)
+    log = get_logger(name)
+    try:
+        _runner()(_until_signal(main, settings))
+    except Problem as problem:
+        report_fatal(problem.code, problem.cause, problem.fix)
+        return 1
+    except (
+        Exception
+    ) as error:  # the last stop of every error: log it, and let the supervisor decide
+        log.exception("service_failed", reason=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+async def connect(settings: Settings, name: str) -> NatsBus:
+    """A connected bus; waits for the server as long as it takes."""
+    url = settings.nats_url or DEFAULT_NATS_URL
+    log = get_logger("bus")
+    said = False
+    while True:
+        bus = NatsBus(name, on_change=lambda up: log.warning("bus_back" if up else "bus_lost"))
+        try:
+            await bus.connect(url)
+            return bus
+        except (nats.errors.Error, OSError) as error:
+            if not said:
+                log.warning("bus_unreachable", url=url, reason=str(error))
+                said = True
+            await bus.close()
+            await asyncio.sleep(CONNECT_RETRY_S)
+
+
+def subjects(settings: Settings) -> Subjects:
+    return Subjects(settings.subject_prefix)
+
+
+async def beat_forever(bus: Bus, subject: str, beat: Callable[[], Beat]) -> None:
+    """Publish `beat()` now and every BEAT_PERIOD_MS."""
+    while True:
+        await bus.publish(subject, codec.encode(beat()))
+        await asyncio.sleep(BEAT_PERIOD_MS / 1000)
+
+
+async def run_together(stopping: asyncio.Event, *tasks: Awaitable[object]) -> None:
+    """Until `stopping` is set, or one of `tasks` ends or raises, which it does for all."""
+    running = [asyncio.ensure_future(task) for task in (*tasks, stopping.wait())]
+    try:
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _until_signal(main: Main, settings: Settings) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await main(settings, stopping)
+
+
+def _runner() -> Callable[[Coroutine[Any, Any, None]], None]:
+    if sys.platform == "win32":
+        return asyncio.run
+    import uvloop
+
+    return uvloop.run

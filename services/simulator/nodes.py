@@ -1,0 +1,401 @@
+"""The services as the simulation runs them: real cores behind a shell made of virtual time.
+
+Shell of the simulation; no clock, no socket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gpu_worker.executor import Executor
+from gpu_worker.shadow import ShadowModel
+from kv_store.core import Asked, KvCore
+from kv_store.core import Reply as KvReply
+from scheduler_svc import events as sched
+from scheduler_svc.core import SchedulerConfig, SchedulerCore
+from services.admission import core as adm
+from services.contracts import codec
+from services.contracts.beats import Beat, ServiceKind, WorkerLoad
+from services.contracts.kv import (
+    KvDelta,
+    KvSnapshot,
+    LeaseReply,
+    LeaseRequest,
+    LookupReply,
+    LookupRequest,
+)
+from services.contracts.sequences import (
+    AbortReply,
+    AbortSequences,
+    SequenceUpdates,
+    SubmitReply,
+    SubmitSequence,
+)
+from services.contracts.step import (
+    Attach,
+    Attached,
+    Poll,
+    PollReply,
+    StepEvent,
+    StepPlan,
+    StepResult,
+)
+
+from .network import Clock, Network
+from .options import Options
+
+ENGINE = "engine-0"
+MODEL = "shadow"
+VOCAB_SIZE = 512
+REQUEST_TIMEOUT_NS = 300_000_000
+WORKER_TIMEOUT_NS = 1_000_000_000
+
+_submit = codec.Decoder(SubmitSequence)
+_submit_reply = codec.Decoder(SubmitReply)
+_abort = codec.Decoder(AbortSequences)
+_abort_reply = codec.Decoder(AbortReply)
+_updates = codec.Decoder(SequenceUpdates)
+_plan = codec.Decoder(StepPlan)
+_result = codec.Decoder(StepResult)
+_attach = codec.Decoder(Attach)
+_attached = codec.Decoder(Attached)
+_poll = codec.Decoder(Poll)
+_poll_reply = codec.Decoder(PollReply)
+_ask: codec.Decoder[LookupRequest | LeaseRequest] = codec.Decoder(LookupRequest, LeaseRequest)  # type: ignore[type-var]
+_lookup_reply = codec.Decoder(LookupReply)
+_lease_reply = codec.Decoder(LeaseReply)
+_delta: codec.Decoder[KvDelta | KvSnapshot] = codec.Decoder(KvDelta, KvSnapshot)  # type: ignore[type-var]
+_beat = codec.Decoder(Beat)
+
+
+class Link:
+    """Request/reply with a time-out over the simulated network, as the bus gives it."""
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        self.clock = clock
+        self.network = network
+
+    def request(
+        self,
+        ends: tuple[str, str],
+        kind: str,
+        payload: bytes,
+        serve: Callable[[bytes, Callable[[bytes], None]], None],
+        answered: Callable[[bytes], None],
+        timed_out: Callable[[], None],
+        timeout_ns: int,
+    ) -> None:
+        sender, receiver = ends
+        state = {"open": True}
+
+        def close(then: Callable[[], None]) -> None:
+            if state["open"]:
+                state["open"] = False
+                then()
+
+        def reply(answer: bytes) -> None:
+            self.network.send(
+                receiver, sender, f"{kind} reply", answer, lambda b: close(lambda: answered(b))
+            )
+
+        self.network.send(sender, receiver, kind, payload, lambda b: serve(b, reply))
+        self.clock.at(self.clock.now_ns + timeout_ns, lambda: close(timed_out))
+
+
+class Node:
+    """One core, its timer, and what to do with its effects."""
+
+    def __init__(self, name: str, world: Any) -> None:
+        self.name = name
+        self.world = world
+        self.clock: Clock = world.clock
+        self.network: Network = world.network
+        self.link: Link = world.link
+        self.core: Any = None
+
+    def post(self, event: Any) -> None:
+        for effect in self.core.handle(event, self.clock.now_ns):
+            self.perform(effect)
+        self.settled()
+        self._arm()
+
+    def perform(self, effect: Any) -> None:
+        raise NotImplementedError
+
+    def settled(self) -> None:
+        """After every event."""
+
+    def _arm(self) -> None:
+        wake = self.core.wake_at_ns
+        if wake is not None:
+            self.clock.at(wake, self._tick)
+
+    def _tick(self) -> None:
+        wake = self.core.wake_at_ns
+        if wake is None or wake > self.clock.now_ns:
+            return
+        for effect in self.core.tick(self.clock.now_ns):
+            self.perform(effect)
+        self.settled()
+        again = self.core.wake_at_ns
+        assert again is None or again > self.clock.now_ns, (
+            f"{self.name} spins: a tick changes nothing"
+        )
+        self._arm()
+
+    def send(
+        self, receiver: Node, kind: str, payload: bytes, deliver: Callable[[bytes], None]
+    ) -> None:
+        self.network.send(self.name, receiver.name, kind, payload, deliver)
+
+
+class KvNode(Node):
+    def __init__(self, world: Any) -> None:
+        super().__init__("kv_store", world)
+        self.core = KvCore("kv-0")
+        self._replies: dict[str, Callable[[bytes], None]] = {}
+
+    def serve(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        token = f"r{len(self._replies)}"
+        self._replies[token] = reply
+        self.post(Asked(_ask.decode(payload), token))
+
+    def take_delta(self, payload: bytes) -> None:
+        self.post(_delta.decode(payload))
+
+    def perform(self, effect: KvReply) -> None:
+        self._replies[effect.reply](codec.encode(effect.message))
+
+    def settled(self) -> None:
+        self.core.check_invariants()
+
+
+class WorkerNode(Node):
+    """One step at a time; the rest waits in a queue, as the runner's thread has it."""
+
+    def __init__(self, world: Any, options: Options) -> None:
+        super().__init__("worker", world)
+        self.options = options
+        self.generation = 0
+        self.executor = self._start()
+        self.queue: deque[tuple[int, StepPlan]] = deque()
+        self.running = False
+        self._waiting_attach: list[Callable[[], None]] = []
+
+    def _start(self) -> Executor:
+        o = self.options
+        self.generation += 1
+        model = ShadowModel(num_blocks=o.num_blocks, block_size=o.block_size, vocab_size=VOCAB_SIZE)
+        return Executor(
+            model,
+            generation=self.generation,
+            max_num_seqs=o.max_num_seqs,
+            max_model_len=o.max_model_len,
+            block_size=o.block_size,
+            num_blocks=o.num_blocks,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    def restart(self) -> None:
+        """Killed and started again: empty KV, a new generation, nothing remembered."""
+        self.executor = self._start()
+        self.queue.clear()
+        self.running = False
+        self._waiting_attach.clear()
+
+    def take_plan(self, payload: bytes) -> None:
+        plan = _plan.decode(payload)
+        if self.executor.admit(plan):
+            self.queue.append((self.clock.now_ns, plan))
+            self._run_next()
+
+    def serve_attach(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        request = _attach.decode(payload)
+        self.queue.clear()
+
+        def attach() -> None:
+            reply(codec.encode(self.executor.attach(request)))
+
+        if self.running:
+            self._waiting_attach.append(attach)
+        else:
+            attach()
+
+    def serve_poll(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        reply(codec.encode(self.executor.poll(_poll.decode(payload))))
+
+    def _run_next(self) -> None:
+        if self.running or not self.queue:
+            return
+        queued_ns, plan = self.queue.popleft()
+        self.running = True
+        executor = self.executor
+        result = executor.run(plan)
+        num_tokens = self.world.tokens_of(plan)
+        elapsed = self.options.step_base_ns + num_tokens * self.options.step_token_ns
+        waited = self.clock.now_ns - queued_ns
+        self.clock.at(
+            self.clock.now_ns + elapsed, lambda: self._done(executor, result, elapsed, waited)
+        )
+
+    def _done(self, executor: Executor, result: StepResult, elapsed: int, waited: int) -> None:
+        if executor is not self.executor:
+            return
+        import msgspec
+
+        timed = msgspec.structs.replace(
+            result, elapsed_us=max(1, elapsed // 1000), waited_us=waited // 1000
+        )
+        executor.remember(timed)
+        scheduler = self.world.scheduler
+        self.send(scheduler, "result", codec.encode(timed), scheduler.take_result)
+        self.running = False
+        attaches, self._waiting_attach = self._waiting_attach, []
+        for attach in attaches:
+            attach()
+        self._run_next()
+        self.world.step_done()
+
+    def beat(self) -> Beat:
+        return Beat(
+            kind=ServiceKind.GPU_WORKER,
+            service_id="worker-0",
+            generation=self.generation,
+            epoch=self.executor.epoch,
+            worker=WorkerLoad(MODEL, self.executor.last_done, self.options.num_blocks),
+        )
+
+
+class SchedulerNode(Node):
+    def __init__(self, world: Any, options: Options) -> None:
+        super().__init__("scheduler", world)
+        self.core = SchedulerCore(
+            SchedulerConfig(
+                engine=ENGINE,
+                scheduler_id="scheduler-0",
+                incarnation="sim",
+                model=MODEL,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                max_waiting_seqs=1000,
+            )
+        )
+        self._replies: dict[str, Callable[[bytes], None]] = {}
+
+    def start(self) -> None:
+        self._arm()
+
+    def take_result(self, payload: bytes) -> None:
+        self.post(_result.decode(payload))
+
+    def serve_submit(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        self.post(sched.Submitted(_submit.decode(payload), self._token(reply)))
+
+    def serve_abort(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        self.post(sched.AbortAsked(_abort.decode(payload), self._token(reply)))
+
+    def _token(self, reply: Callable[[bytes], None]) -> str:
+        token = f"r{len(self._replies)}"
+        self._replies[token] = reply
+        return token
+
+    def perform(self, effect: sched.Effect) -> None:
+        world = self.world
+        match effect:
+            case StepPlan():
+                world.saw_plan(effect)
+                self.send(world.worker, "plan", codec.encode(effect), world.worker.take_plan)
+            case sched.SendUpdates():
+                node = world.admission
+                self.send(node, "updates", codec.encode(effect.updates), node.take_updates)
+            case KvDelta() | KvSnapshot():
+                self.send(world.kv, "delta", codec.encode(effect), world.kv.take_delta)
+            case sched.Reply():
+                self._replies[effect.reply](codec.encode(effect.message))
+            case LookupRequest():
+                self._ask_kv("lookup", effect, lambda b: self.post(_lookup_reply.decode(b)))
+            case LeaseRequest():
+                self._ask_kv("lease", effect, lambda b: self.post(_lease_reply.decode(b)))
+            case Attach():
+                serve, decode = world.worker.serve_attach, _attached.decode
+                self._ask_worker("attach", effect, serve, lambda b: self.post(decode(b)))
+            case Poll():
+                serve = world.worker.serve_poll
+                self._ask_worker("poll", effect, serve, lambda b: self.post(_poll_reply.decode(b)))
+            case StepEvent() | sched.Note():
+                pass
+
+    def _ask_kv(self, kind: str, message: codec.Message, answered: Callable[[bytes], None]) -> None:
+        kv = self.world.kv
+        ends = (self.name, kv.name)
+        payload = codec.encode(message)
+        self.link.request(ends, kind, payload, kv.serve, answered, lambda: None, REQUEST_TIMEOUT_NS)
+
+    def _ask_worker(
+        self, kind: str, message: codec.Message, serve: Any, answered: Callable[[bytes], None]
+    ) -> None:
+        ends = (self.name, self.world.worker.name)
+        silent = sched.WorkerSilent(gone=False)
+        self.link.request(
+            ends,
+            kind,
+            codec.encode(message),
+            serve,
+            answered,
+            lambda: self.post(silent),
+            WORKER_TIMEOUT_NS,
+        )
+
+    def settled(self) -> None:
+        self.core.check_invariants()
+
+
+class AdmissionNode(Node):
+    def __init__(self, world: Any, vocabulary: Any) -> None:
+        super().__init__("admission", world)
+        self.core = adm.AdmissionCore("admission-0", {MODEL: vocabulary}, max_open=1000)
+
+    def take_updates(self, payload: bytes) -> None:
+        self.post(_updates.decode(payload))
+
+    def settled(self) -> None:
+        while self.core.has_news:
+            for effect in self.core.handle(adm.Flush(), self.clock.now_ns):
+                self.perform(effect)
+        self.core.check_invariants()
+
+    def perform(self, effect: adm.Effect) -> None:
+        scheduler = self.world.scheduler
+        ends = (self.name, scheduler.name)
+        match effect:
+            case adm.SendFrame():
+                self.world.client_hears(effect)
+            case adm.Submit():
+                seq_id = effect.message.seq_id
+                self.link.request(
+                    ends,
+                    "submit",
+                    codec.encode(effect.message),
+                    scheduler.serve_submit,
+                    lambda b: self.post(_submit_reply.decode(b)),
+                    lambda: self.post(adm.SubmitFailed(seq_id)),
+                    REQUEST_TIMEOUT_NS,
+                )
+            case adm.Abort():
+                self._abort(ends, effect, tries=5)
+            case adm.Cancelled():
+                pass
+
+    def _abort(self, ends: tuple[str, str], effect: adm.Abort, tries: int) -> None:
+        """Aborts are retried by the shell: they are idempotent and nobody waits for them."""
+        self.link.request(
+            ends,
+            "abort",
+            codec.encode(effect.message),
+            self.world.scheduler.serve_abort,
+            lambda b: None,
+            (lambda: self._abort(ends, effect, tries - 1)) if tries else (lambda: None),
+            REQUEST_TIMEOUT_NS,
+        )

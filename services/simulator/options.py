@@ -1,0 +1,69 @@
+"""Everything that a simulation run may vary, drawn from its seed and printed first.
+
+Pure: the random source is the caller's.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes in tokens and blocks, durations in ns, probabilities per message or request."""
+
+    num_requests: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_prompt: int
+    max_output: int
+    shared_prefix: int
+    mean_arrival_ns: int
+    mean_delay_ns: int
+    step_base_ns: int
+    step_token_ns: int
+    drop: float
+    duplicate: float
+    cancel: float
+    stop: float
+    deadline: float
+    reattach: float
+    num_salts: int
+
+
+def draw(rng: random.Random) -> Options:
+    """Options of one run. Every request fits the pool alone; together they often do not."""
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    max_num_seqs = rng.choice([1, 2, 3, 5, 8, 16])
+    max_prompt = rng.choice([3, 10, 40, 90])
+    max_output = rng.choice([1, 5, 20, 40])
+    max_model_len = max_prompt + max_output
+    alone = -(-max_model_len // block_size)
+    num_blocks = 1 + alone + rng.choice([0, 1, alone, 4 * alone])
+    faulty = rng.random() < 0.5
+    return Options(
+        num_requests=rng.randint(1, 24),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 7, 64]),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_prompt=max_prompt,
+        max_output=max_output,
+        shared_prefix=rng.choice([0, 0, max_prompt // 2, max_prompt]),
+        mean_arrival_ns=rng.choice([1, 500_000, 5_000_000]),
+        mean_delay_ns=rng.choice([1, 100_000, 2_000_000]),
+        step_base_ns=rng.choice([100_000, 1_000_000, 5_000_000]),
+        step_token_ns=rng.choice([0, 10_000]),
+        drop=rng.choice([0.0, 0.01, 0.05]) if faulty else 0.0,
+        duplicate=rng.choice([0.0, 0.02, 0.1]) if faulty else 0.0,
+        cancel=rng.choice([0.0, 0.1, 0.5]),
+        stop=rng.choice([0.0, 0.3]),
+        deadline=rng.choice([0.0, 0.0, 0.2]),
+        reattach=rng.choice([0.0, 0.0, 0.02]),
+        num_salts=rng.choice([1, 1, 3]),
+    )

@@ -1,0 +1,280 @@
+"""One simulated history: requests come, the mesh serves them, everything is checked, all from one
+seed.
+
+Checked: the invariants of every core after every event; that every client gets the one right
+stream, gap-free, with one terminal frame; that at the end every block is accounted for, in both
+books.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpu_worker.shadow import expected_token_ids
+from services.admission import core as adm
+from services.admission.open_request import Ticket
+from services.contracts.errors import ErrorCode
+from services.contracts.limits import BEAT_PERIOD_MS
+from services.contracts.public import Encoding, FinishReason, Frame
+from services.contracts.sampling import SamplingParams
+from services.contracts.step import StepPlan
+from services.contracts.vectors import unpack
+
+from .network import Clock, Network, NetworkOptions
+from .nodes import (
+    MODEL,
+    VOCAB_SIZE,
+    AdmissionNode,
+    KvNode,
+    Link,
+    SchedulerNode,
+    WorkerNode,
+)
+from .options import Options, draw
+
+MAX_EVENTS = 400_000
+QUIET_NS = 3_000_000_000
+
+
+class SimulationError(AssertionError):
+    """What a client saw, or what the books say at the end, is wrong."""
+
+
+class ShadowVocabulary:
+    """Token 7 reads as "7 "."""
+
+    token_bytes = [f"{token_id} ".encode() for token_id in range(VOCAB_SIZE)]
+
+    def token_text(self, token_id: int) -> str:
+        return f"{token_id} "
+
+
+@dataclass(slots=True)
+class Client:
+    """One request, what it must get, and what it got."""
+
+    ticket: Ticket
+    expected: list[int]
+    stopped: bool
+    may_end_early: bool
+    may_be_refused: bool
+    frames: list[Frame] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.frames) and self.frames[-1].finish_reason is not None
+
+    def hear(self, frame: Frame) -> None:
+        name = self.ticket.request_id
+        if self.done:
+            raise SimulationError(f"{name}: a frame after the terminal frame")
+        if frame.offset != len(self.token_ids):
+            raise SimulationError(
+                f"{name}: frame at {frame.offset}, {len(self.token_ids)} tokens so far"
+            )
+        self.frames.append(frame)
+        self.token_ids.extend(frame.token_ids)
+        if self.token_ids != self.expected[: len(self.token_ids)]:
+            raise SimulationError(f"{name}: got {self.token_ids}, must be {self.expected}")
+        if frame.finish_reason is not None:
+            self._check_end(frame)
+
+    def _check_end(self, frame: Frame) -> None:
+        name, reason = self.ticket.request_id, frame.finish_reason
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            refused = frame.error is not None and frame.error.code is ErrorCode.NO_WORKER
+            if not self.may_end_early and not (refused and self.may_be_refused):
+                raise SimulationError(f"{name}: ended with {reason}: {frame.error}")
+            return
+        if len(self.token_ids) != len(self.expected):
+            raise SimulationError(f"{name}: {len(self.token_ids)} of {len(self.expected)} tokens")
+        if reason is not (FinishReason.STOP if self.stopped else FinishReason.LENGTH):
+            raise SimulationError(f"{name}: finish_reason {reason}")
+        usage = frame.usage
+        if usage is None or usage.completion_tokens != len(self.token_ids):
+            raise SimulationError(f"{name}: usage {usage}")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    seed: int
+    options: Options
+    requests: int
+    finished: Counter[str]
+    steps: int
+    preemptions: int
+    prefix_hits: int
+    virtual_ms: int
+    events: int
+    messages: Counter[str]
+
+
+class World:
+    """Build with a seed, `run()` once. Raises AssertionError (SimulationError, or a core's own)
+    where anything is wrong.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.options = draw(self.rng)
+        o = self.options
+        self.clock = Clock()
+        network = NetworkOptions(o.mean_delay_ns, o.drop, o.duplicate)
+        self.network = Network(self.clock, self.rng, network)
+        self.link = Link(self.clock, self.network)
+        self.kv = KvNode(self)
+        self.worker = WorkerNode(self, o)
+        self.scheduler = SchedulerNode(self, o)
+        self.admission = AdmissionNode(self, ShadowVocabulary())
+        self.clients: dict[str, Client] = {}
+        self._restarts = 0
+
+    def run(self) -> Report:
+        self.scheduler.start()
+        self._beat()
+        self._arrivals()
+        events = 0
+        while not self._all_done():
+            if events >= MAX_EVENTS or not self.clock.step():
+                stuck = [name for name, client in self.clients.items() if not client.done]
+                raise SimulationError(f"no progress: {stuck} after {events} events")
+            events += 1
+        self._quiesce()
+        self._check_books()
+        core = self.scheduler.core
+        reasons = Counter(str(client.frames[-1].finish_reason) for client in self.clients.values())
+        return Report(
+            seed=self.seed,
+            options=self.options,
+            requests=len(self.clients),
+            finished=reasons,
+            steps=core.num_steps,
+            preemptions=core.num_preemptions,
+            prefix_hits=core.num_prefix_hits,
+            virtual_ms=self.clock.now_ns // 1_000_000,
+            events=events,
+            messages=self.network.counts,
+        )
+
+    # ---- what the nodes call
+
+    def client_hears(self, effect: adm.SendFrame) -> None:
+        self.clients[effect.frame.request_id].hear(effect.frame)
+
+    def saw_plan(self, plan: StepPlan) -> None:
+        if len(plan.join) > self.options.max_num_seqs:
+            raise SimulationError("a plan joins more lanes than there are")
+
+    def tokens_of(self, plan: StepPlan) -> int:
+        return int(unpack(plan.chunk_tokens).sum()) + 1
+
+    def step_done(self) -> None:
+        if self._restarts < 5 and self.rng.random() < self.options.reattach:
+            self._restarts += 1
+            self.worker.restart()
+
+    # ---- the workload
+
+    def _arrivals(self) -> None:
+        o, rng = self.options, self.rng
+        shared = [rng.randrange(VOCAB_SIZE) for _ in range(o.shared_prefix)]
+        # Admission hears of the engine by its beat: the first request comes after it.
+        at = self.clock.now_ns + 1_000_000_000
+        for index in range(o.num_requests):
+            at += int(rng.expovariate(1.0 / o.mean_arrival_ns))
+            client = self._draw_client(f"r{index}", shared)
+            self.clients[client.ticket.request_id] = client
+            self.clock.at(at, lambda ticket=client.ticket: self.admission.post(ticket))  # type: ignore[misc]
+            if rng.random() < o.cancel:
+                client.may_end_early = True
+                cancel = adm.CancelAsked(client.ticket.request_id)
+                delay = int(rng.expovariate(1.0 / (20 * o.step_base_ns)))
+                self.clock.at(at + delay, lambda c=cancel: self.admission.post(c))  # type: ignore[misc]
+
+    def _draw_client(self, request_id: str, shared: list[int]) -> Client:
+        o, rng = self.options, self.rng
+        length = rng.randint(1, o.max_prompt)
+        prompt = shared[: min(length, o.shared_prefix)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        max_tokens = rng.randint(1, o.max_output)
+        expected = expected_token_ids(np.array(prompt, dtype=np.int32), max_tokens, VOCAB_SIZE)
+        stop_ids: list[int] = []
+        stopped = False
+        if rng.random() < o.stop:
+            stop_ids = [expected[rng.randrange(len(expected))]]
+            expected = expected[: expected.index(stop_ids[0])]
+            stopped = True
+        has_deadline = rng.random() < o.deadline
+        ticket = Ticket(
+            request_id=request_id,
+            model=MODEL,
+            reply=f"inbox.{request_id}",
+            encoding=Encoding.JSON,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(),
+            stop_token_ids=stop_ids,
+            stop_strings=[],
+            include_stop=False,
+            stream=rng.random() < 0.8,
+            salt=bytes([rng.randrange(o.num_salts)]),
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            deadline_ms=rng.choice([1, 20, 200]) if has_deadline else 0,
+            retry=False,
+        )
+        # While a worker is being replaced, a new request is told so; without faults there is always
+        # one.
+        faulty = bool(o.drop or o.reattach)
+        return Client(ticket, expected, stopped, may_end_early=has_deadline, may_be_refused=faulty)
+
+    # ---- time
+
+    def _beat(self) -> None:
+        from services.contracts import codec
+
+        from .nodes import _beat as decoder
+
+        def post(node: AdmissionNode | SchedulerNode | KvNode, payload: bytes) -> None:
+            node.post(decoder.decode(payload))
+
+        scheduler_beat = codec.encode(self.scheduler.core.beat())
+        for node in (self.admission, self.kv):
+            self.scheduler.send(node, "beat", scheduler_beat, lambda b, n=node: post(n, b))  # type: ignore[misc]
+        for sender, beat in ((self.worker, self.worker.beat()), (self.kv, self.kv.core.beat())):
+            payload = codec.encode(beat)
+            sender.send(self.scheduler, "beat", payload, lambda b: post(self.scheduler, b))
+        self.clock.at(self.clock.now_ns + BEAT_PERIOD_MS * 1_000_000, self._beat)
+
+    def _all_done(self) -> bool:
+        return all(client.done for client in self.clients.values())
+
+    def _quiesce(self) -> None:
+        """Let acknowledgements, aborts and deltas arrive, with a network that loses nothing any
+        more.
+        """
+        self.network.heal()
+        end = self.clock.now_ns + QUIET_NS
+        while self.clock.now_ns < end:
+            self.clock.step()
+
+    def _check_books(self) -> None:
+        core, ledgers = self.scheduler.core, self.kv.core.ledgers
+        if any(core.roster.live()) or len(core.waiting) or core.lanes.num_active:
+            raise SimulationError("a sequence lives on after its request has ended")
+        if core.lease.holds:
+            raise SimulationError(f"blocks are held by nobody: {dict(core.lease.holds)}")
+        for ledger in ledgers.values():
+            pool = ledger.pool
+            spare = set(core.lease.spare)
+            for block_id in range(1, pool.num_blocks):
+                here = core.lease.holds[block_id] + (block_id in spare)
+                if pool.holds(block_id) != here:
+                    raise SimulationError(
+                        f"block {block_id}: the ledger counts {pool.holds(block_id)} holds, the scheduler {here}"
+                    )

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.sampling import NUM_CANDIDATES, sample_tokens, token_logprobs
+
+
+def draw(
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    uniforms: list[float] | torch.Tensor,
+) -> list[int]:
+    """One row of logits, drawn once for each uniform number."""
+    numbers = torch.as_tensor(uniforms, dtype=torch.float32)
+    rows = numbers.shape[0]
+    return sample_tokens(
+        logits.expand(rows, -1),
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        numbers,
+    ).tolist()
+
+
+GRID = torch.linspace(0.0005, 0.9995, 1000)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (2, 1.0), (0, 0.9)])
+def test_tiny_temperatures_are_greedy(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.tensor([2.0, 9.0, 1.0])
+    assert set(draw(logits, temperature, top_k, top_p, GRID)) == {1}
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert draw(torch.tensor([1.0, 5.0, 5.0]), 0.0, 0, 1.0, [0.5]) == [1]
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 128, 9999999])
+def test_mixed_batch_and_every_way_to_turn_top_k_off(top_k: int) -> None:
+    logits = torch.arange(256, dtype=torch.float32).reshape(2, 128)
+    uniforms = torch.tensor([0.5, 0.3])
+    tokens = sample_tokens(
+        logits,
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([0, top_k], dtype=torch.int32),
+        torch.tensor([1.0, 1.0]),
+        uniforms,
+    )
+    assert tokens[0] == 127
+    assert draw(logits[1], 1.0, 0, 1.0, GRID) == draw(logits[1], 1.0, top_k, 1.0, GRID)
+
+
+def test_top_k_with_top_p() -> None:
+    logits = torch.arange(128, dtype=torch.float32)
+    # The three largest hold 1 - e^-3 = 0.9502 of the mass.
+    assert set(draw(logits, 1.0, 64, 0.95, GRID)) == {125, 126, 127}
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (0, 0.8), (5, 0.8)])
+def test_frequencies_follow_the_distribution(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5, -1.0, 0.5, 1.5])
+    temperature = 0.7
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    order = probabilities.argsort(descending=True)
+    kept = order[: top_k or 8]
+    mass = probabilities[kept].cumsum(0)
+    kept = kept[: int((mass < top_p * mass[-1]).sum()) + 1]
+    expected = torch.zeros(8, dtype=torch.float64)
+    expected[kept] = probabilities[kept] / probabilities[kept].sum()
+    tokens = torch.tensor(draw(logits, temperature, top_k, top_p, GRID))
+    observed = torch.bincount(tokens, minlength=8).double() / len(GRID)
+    assert torch.allclose(observed, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.5), (0, 0.999), (300, 1.0), (999, 0.9)])
+def test_full_sort_when_the_candidates_do_not_suffice(top_k: int, top_p: float) -> None:
+    vocab_size = 4 * NUM_CANDIDATES
+    logits = torch.zeros(vocab_size)
+    tokens = draw(logits, 1.0, top_k, top_p, GRID)
+    kept = (top_k or vocab_size) * top_p
+    assert max(tokens) < kept
+    assert len(set(tokens)) > 0.6 * min(kept, len(GRID))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_equal_logits_are_kept_by_lower_id(count: int) -> None:
+    logits = torch.tensor([0.0, -0.0, 7.0, 7.0, 7.0, 7.0, 7.0, -3.0])
+    assert set(draw(logits, 1.0, count, 1.0, GRID)) == set(range(2, 2 + count))
+
+
+@pytest.mark.parametrize("uniform", [1e-7, 1 - 2**-24])
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (3, 1.0), (0, 0.9), (3000, 0.9)])
+def test_ids_stay_valid_at_the_ends(uniform: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 4
+    token = draw(logits, 1.3, top_k, top_p, [uniform])[0]
+    assert 0 <= token < 5000
+    if top_k == 3:
+        assert token in logits.topk(3).indices.tolist()
+
+
+def test_a_row_is_the_same_alone_and_in_company() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(12, 2000, generator=generator) * 2
+    temperature = torch.tensor([0.0, 0.7, 1.0] * 4)
+    top_k = torch.tensor([0, 40, 0, 700] * 3, dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.99, 1.0] * 2)
+    uniforms = torch.rand(12, generator=generator)
+    together = sample_tokens(logits, temperature, top_k, top_p, uniforms)
+    for row in range(12):
+        part = slice(row, row + 1)
+        alone = sample_tokens(
+            logits[part], temperature[part], top_k[part], top_p[part], uniforms[part]
+        )
+        assert alone.tolist() == together[part].tolist()
+
+
+def test_logprobs_are_of_the_unscaled_distribution() -> None:
+    logits = torch.randn(3, 50)
+    targets = torch.tensor([4, 0, 49])
+    chosen, ids, values = token_logprobs(logits, targets, 5)
+    expected = torch.log_softmax(logits.double(), -1)
+    assert torch.allclose(chosen.double(), expected[range(3), targets], atol=1e-6)
+    best = expected.topk(5)
+    assert torch.equal(ids, best.indices)
+    assert torch.allclose(values.double(), best.values, atol=1e-6)
+    assert token_logprobs(logits, targets, 0)[1].shape == (3, 0)
