@@ -58,13 +58,12 @@ def perplexity(
     num_tokens: int,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> float:
-    """exp of the mean negative log-probability, in one context of at most num_tokens tokens.
+    """exp of the mean negative log-probability of the first num_tokens tokens.
 
-    The context starts with the model's beginning-of-text token, if it has one, which is counted
-    but not scored; then come token_ids, cut to fit. Raises ValueError for fewer than two tokens.
+    One context; every token but the first is scored, given all those before it, and nothing is put
+    in front. Raises ValueError for fewer than two tokens.
     """
-    start = [] if runner.config.bos_token_id is None else [runner.config.bos_token_id]
-    logprobs = token_logprobs(runner, [*start, *token_ids][:num_tokens], chunk_tokens)
+    logprobs = token_logprobs(runner, token_ids[:num_tokens], chunk_tokens)
     if not logprobs:
         raise ValueError("perplexity needs at least two tokens")
     return math.exp(-math.fsum(logprobs) / len(logprobs))

@@ -10,6 +10,7 @@ Pure: the model is whatever has `execute(StepInputs) -> StepOutputs`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,17 @@ class Model(Protocol):
     def execute(self, inputs: StepInputs) -> StepOutputs: ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What this worker can hold: lanes, tokens of a sequence, blocks, and its model's vocabulary."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+
+
 class Executor:
     """Plans in, results out, one at a time.
 
@@ -44,24 +56,19 @@ class Executor:
     two apart.
     """
 
-    def __init__(
-        self, model: Model, *, generation: int, max_num_seqs: int, max_model_len: int,
-        block_size: int, num_blocks: int, vocab_size: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, generation: int, shape: EngineShape) -> None:
         self._model = model
         self._mirror = Mirror(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
+            max_num_seqs=shape.max_num_seqs,
+            max_model_len=shape.max_model_len,
+            block_size=shape.block_size,
+            num_blocks=shape.num_blocks,
         )
+        self.shape = shape
         self.generation = generation
         self.epoch = 0
         self.last_queued = 0
         self.last_done = 0
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
         self.dropped: Counter[str] = Counter()
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._attached: Attached | None = None
@@ -79,11 +86,11 @@ class Executor:
             attempt=request.attempt,
             generation=self.generation,
             epoch=self.epoch,
-            num_blocks=self._mirror.num_blocks,
-            block_size=self._mirror.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
+            num_blocks=self.shape.num_blocks,
+            block_size=self.shape.block_size,
+            max_num_seqs=self.shape.max_num_seqs,
+            max_model_len=self.shape.max_model_len,
+            vocab_size=self.shape.vocab_size,
         )
         return self._attached
 

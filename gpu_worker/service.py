@@ -7,6 +7,7 @@ Shell. One runner thread does all that touches lanes and tensors, in the order i
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import threading
@@ -31,7 +32,7 @@ from services.runtime.problem import Problem
 from services.runtime.service import beat_forever, connect, run_together, subjects
 from services.runtime.settings import Settings
 
-from .executor import Executor, Model
+from .executor import EngineShape, Executor, Model
 from .shadow import ShadowModel
 from .stub import StubModel
 
@@ -39,6 +40,8 @@ STUB_VOCAB_SIZE: Final = 32_768
 STUB_MODEL_LEN: Final = 8192
 # The runner's Python sections must not keep the bus waiting for the default 5 ms.
 SWITCH_INTERVAL_S: Final = 0.0005
+
+OPENMP_SPINS: Final = "1000"
 
 _plan = codec.Decoder(StepPlan)
 _attach = codec.Decoder(Attach)
@@ -173,18 +176,20 @@ def build_executor(settings: Settings, generation: int) -> Executor:
         max_model_len, vocab_size = settings.max_model_len or STUB_MODEL_LEN, STUB_VOCAB_SIZE
     else:
         model, max_model_len, vocab_size = _load_model(settings)
-    return Executor(
-        model,
-        generation=generation,
+    shape = EngineShape(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         vocab_size=vocab_size,
     )
+    return Executor(model, generation, shape)
 
 
 def _load_model(settings: Settings) -> tuple[Model, int, int]:
+    # The threads of a step share the cores with the mesh: spinning between operations would take
+    # them from it. Read by the OpenMP library when torch loads it.
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     # torch takes seconds to import; the stub needs none of it.
     from gpu_worker.runner import ModelRunner, default_dtype
 

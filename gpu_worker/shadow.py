@@ -12,11 +12,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_worker.inputs import Int32s, StepInputs, StepOutputs, UInt64s
+from gpu_worker.inputs import (
+    Int32s,
+    Int64s,
+    StepInputs,
+    StepOutputs,
+    TokenLogprobs,
+    UInt64s,
+)
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _UNWRITTEN = np.int32(-1)
+# The shadow is sure of its token, and knows no other.
+_CERTAIN = TokenLogprobs(0.0, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32))
 
 
 class ShadowModel:
@@ -41,17 +50,14 @@ class ShadowModel:
         assert bool((slots >= self.block_size).all()), "the null block is written"
         self._tokens[slots] = inputs.input_ids
         self._positions[slots] = inputs.positions
-        if self.verify:
-            prefix = self._reread(inputs)
-        else:
-            prefix = self._extend(inputs)
+        prefix = self._reread(inputs) if self.verify else self._extend(inputs)
         token_ids = _token(prefix[self._rows_of(inputs)], self.vocab_size)
-        none = [None] * len(token_ids)
+        wanted = (inputs.sampling.num_logprobs >= 0).tolist()
         return StepOutputs(
             token_ids=token_ids,
             finite=np.ones(len(token_ids), dtype=np.bool_),
-            logprobs=list(none),
-            prompt_logprobs=[[None] * request.num_rows for request in inputs.prompt_logprobs],
+            logprobs=[_CERTAIN if asked else None for asked in wanted],
+            prompt_logprobs=[[_CERTAIN] * request.num_rows for request in inputs.prompt_logprobs],
         )
 
     def _rows_of(self, inputs: StepInputs) -> Int32s:
@@ -60,12 +66,11 @@ class ShadowModel:
             np.int32
         )
 
-    def _slots(
-        self, inputs: StepInputs, row: int, length: int
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _slots(self, inputs: StepInputs, row: int, length: int) -> Int64s:
         at = np.arange(length)
         blocks = inputs.block_table[row, at // self.block_size].astype(np.int64)
-        return blocks * self.block_size + at % self.block_size
+        slots: Int64s = blocks * self.block_size + at % self.block_size
+        return slots
 
     def _reread(self, inputs: StepInputs) -> UInt64s:
         """Hash of every sequence as it stands in the pool -> uint64 [B]."""

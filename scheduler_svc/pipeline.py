@@ -72,12 +72,6 @@ class Pipeline:
                 step.departed[lane] = seq
                 seq.num_in_flight += 1
 
-    def void(self) -> None:
-        """Forget what is in flight: its worker or its epoch is gone."""
-        self.steps.clear()
-        self.plans.clear()
-        self._poll_at_ns = NEVER_NS
-
     # ---- the step deadline
 
     @property

@@ -24,7 +24,7 @@ class StepTimeModel:
     step.
     """
 
-    __slots__ = ("_n", "_t", "_tt", "_y", "_ty")
+    __slots__ = ("_n", "_t", "_tt", "_ty", "_y")
 
     def __init__(self) -> None:
         self._n = self._t = self._tt = self._y = self._ty = 0.0

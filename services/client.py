@@ -150,7 +150,11 @@ class Client:
         if not _ID.fullmatch(request["request_id"]):
             message = f"request_id must match {_ID.pattern}"
             raise StreetcarClientError("invalid_request", message, 400)
-        payload: bytes = msgpack.packb(request)
+        try:
+            payload: bytes = msgpack.packb(request)
+        except (TypeError, ValueError, OverflowError) as error:
+            message = f"the request cannot be written as MessagePack: {error}"
+            raise StreetcarClientError("invalid_request", message, 400) from None
         if len(payload) > self.max_payload:
             message = f"the request has {len(payload)} bytes, the bus takes {self.max_payload}"
             raise StreetcarClientError("payload_too_large", message, 413)

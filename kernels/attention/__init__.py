@@ -51,7 +51,7 @@ def varlen_paged_attention(
     cu_seqlens_q: (num_seqs + 1) int32 - packed query boundaries, starts at 0
     seqlens_k:    (num_seqs) int32 - keys of each sequence, this step's included (already written)
     block_table:  (num_seqs, max_blocks) int32 - block ids in order of position
-    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, in tokens
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, in tokens; what launches are sized by
     scale:        multiplies q.k before everything else
     causal:       key j is visible to a query at position p only if j <= p
     window:       number of visible keys, the query's own included; 0 means all

@@ -108,10 +108,18 @@ Effect: TypeAlias = SendFrame | Submit | Abort | Cancelled
 
 
 class AdmissionCore:
-    """See the module. vocabularies: by served model."""
+    """See the module. vocabularies: by served model.
+
+    first_tag: where this run's tags begin, 0 to MAX_TAG. The scheduler may still speak of sequences
+    of the run before under the same admission id, so the shell draws it.
+    """
 
     def __init__(
-        self, admission_id: str, vocabularies: Mapping[str, Vocabulary], max_open: int
+        self,
+        admission_id: str,
+        vocabularies: Mapping[str, Vocabulary],
+        max_open: int,
+        first_tag: int = 0,
     ) -> None:
         self.admission_id = admission_id
         self.vocabularies = vocabularies
@@ -120,7 +128,7 @@ class AdmissionCore:
         self.requests: dict[str, OpenRequest] = {}
         self.draining = False
         self._by_tag: dict[int, OpenRequest] = {}
-        self._next_tag = 0
+        self._next_tag = first_tag
         self._news: dict[str, OpenRequest] = {}
         self._aborts: dict[str, list[str]] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
@@ -173,7 +181,7 @@ class AdmissionCore:
     def _on_ticket(self, ticket: Ticket, now_ns: int) -> None:
         known = self.requests.get(ticket.request_id)
         if known is not None and ticket.retry:
-            known.replay(ticket.reply)
+            known.replay(ticket)
             self._news[ticket.request_id] = known
         elif known is not None:
             text = f"request_id {ticket.request_id} is in use by a running request"
@@ -200,7 +208,6 @@ class AdmissionCore:
             vocabulary=self.vocabularies[ticket.model],
             tag=self._take_tag(),
             arrival_ns=now_ns,
-            reply=ticket.reply,
             engine_id=engine.engine_id,
             give_up_ns=now_ns + SUBMIT_GIVE_UP_NS,
         )
@@ -243,6 +250,7 @@ class AdmissionCore:
         self._abort_orphan(failed.seq_id)
         request = self.requests.get(failed.seq_id)
         if request is not None:
+            request.submitted = False
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
 
     def _on_cancel(self, cancel: CancelAsked, now_ns: int) -> None:
@@ -274,7 +282,7 @@ class AdmissionCore:
         del self.requests[request.request_id]
         del self._by_tag[request.tag]
         self._news.pop(request.request_id, None)
-        self._effects.append(SendFrame(request.reply, request.ticket.encoding, frame))
+        self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
         if abort and request.submitted:
             self._aborts.setdefault(request.engine_id, []).append(request.request_id)
         elif abort:
@@ -305,12 +313,12 @@ class AdmissionCore:
         arrival = engine.updates.arrive(updates.number)
         if arrival is Arrival.DUPLICATE:
             return
-        self._take_updates(updates)
+        self._take_updates(updates, now_ns)
         if arrival is Arrival.GAP:
             engine.updates.restart(updates.number)
             self._resubmit_all(engine, now_ns)
 
-    def _take_updates(self, updates: SequenceUpdates) -> None:
+    def _take_updates(self, updates: SequenceUpdates, now_ns: int) -> None:
         by_tag, news = self._by_tag, self._news
         for started in updates.started:
             if (request := by_tag.get(started.tag)) is not None:
@@ -322,8 +330,11 @@ class AdmissionCore:
         for tag, offset, count in zip(tags, offsets, counts, strict=True):
             request = by_tag.get(tag)
             if request is not None:
-                request.accept(offset, token_ids[at : at + count])
-                news[request.request_id] = request
+                if request.accept(offset, token_ids[at : at + count]):
+                    news[request.request_id] = request
+                elif request.submitted:
+                    # Something before these tokens was lost, and no repair of it is under way.
+                    self._submit(request, now_ns)
             at += count
         for entry in updates.logprobs:
             if (request := by_tag.get(entry.tag)) is not None:
@@ -346,7 +357,9 @@ class AdmissionCore:
             if frame is None:
                 continue
             if frame.finish_reason is None:
-                self._effects.append(SendFrame(request.reply, request.ticket.encoding, frame))
+                self._effects.append(
+                    SendFrame(request.ticket.reply, request.ticket.encoding, frame)
+                )
             else:
                 self._end(request, frame, abort=True)
 

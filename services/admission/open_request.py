@@ -9,7 +9,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -75,7 +75,6 @@ class OpenRequest:
     vocabulary: Vocabulary
     tag: int
     arrival_ns: int
-    reply: str
     engine_id: str = ""
     submitted: bool = False
     accepted: bool = False
@@ -138,7 +137,9 @@ class OpenRequest:
         return True
 
     def accept_logprobs(self, offset: int, logprobs: Logprobs) -> None:
-        self._logprobs.setdefault(offset, self._entry(self.token_ids[offset], logprobs, 0))
+        # After a gap the token itself may be missing; the resubmission brings both.
+        if offset < len(self.token_ids):
+            self._logprobs.setdefault(offset, self._entry(self.token_ids[offset], logprobs, 0))
 
     def accept_prompt_logprobs(self, first: int, logprobs: Logprobs) -> None:
         for index in range(len(logprobs.chosen) // 4):
@@ -159,6 +160,8 @@ class OpenRequest:
         stop or a character.
         """
         matched = self._take()
+        if self._lacks_logprobs():
+            return self.error_frame(ErrorCode.INTERNAL, "log-probabilities were lost")
         if matched:
             return self._frame(FinishReason.STOP)
         finished = self.finished
@@ -188,9 +191,11 @@ class OpenRequest:
             error=ErrorBody(code, message),
         )
 
-    def replay(self, reply: str) -> None:
-        """The client asks again on a new inbox: everything is shown again from the first token."""
-        self.reply = reply
+    def replay(self, ticket: Ticket) -> None:
+        """The client asks again on a new inbox: everything is shown from the first token on."""
+        self.ticket = replace(
+            self.ticket, reply=ticket.reply, encoding=ticket.encoding, stream=ticket.stream
+        )
         self.num_taken = self.num_shown = 0
         self._text.clear()
         self.__post_init__()
@@ -229,10 +234,15 @@ class OpenRequest:
             usage=self._usage(self.num_shown) if reason is not None else None,
         )
 
+    def _lacks_logprobs(self) -> bool:
+        if self.ticket.sampling.num_logprobs < 0:
+            return False
+        return any(at not in self._logprobs for at in range(self.num_shown, self.num_taken))
+
     def _entries(self, start: int, end: int) -> list[TokenLogprob] | None:
         if self.ticket.sampling.num_logprobs < 0:
             return None
-        return [self._logprobs.pop(at) for at in range(start, end)]
+        return [self._logprobs[at] for at in range(start, end)]
 
     def _usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = len(self.ticket.prompt_token_ids)

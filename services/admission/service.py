@@ -10,6 +10,7 @@ Shell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from services.contracts.public import (
     GenerateRequest,
     encode_frame,
     encoding_of,
+    request_id_of,
 )
 from services.contracts.sequences import AbortReply, SequenceUpdates, SubmitReply
 from services.contracts.subjects import ADMISSION_QUEUE, Subjects
@@ -49,10 +51,11 @@ from services.runtime.service import beat_forever, connect, run_together, subjec
 from services.runtime.settings import Settings
 
 from .core import (
+    MAX_TAG,
     Abort,
     AdmissionCore,
-    Cancelled,
     CancelAsked,
+    Cancelled,
     DrainAsked,
     Effect,
     Event,
@@ -73,7 +76,6 @@ MAX_TOKENISING: Final = 256
 # Below this, a thread costs more than the tokenising.
 INLINE_CHARS: Final = 4096
 DRAIN_S: Final = 3.0
-DRAIN_POLL_S: Final = 0.02
 MAX_HEADER_CHARS: Final = 256
 
 _updates = codec.Decoder(SequenceUpdates)
@@ -95,6 +97,7 @@ class AdmissionService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_tokenising = 0
         self._flushed_ns = 0
+        self._empty = asyncio.Event()
         self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._flush_when_due)
         self.dropped: Counter[str] = Counter()
 
@@ -127,10 +130,10 @@ class AdmissionService:
         return bool(reply) and not reply.startswith((f"{self._names.prefix}.", "$"))
 
     async def _generate(self, delivery: Delivery) -> None:
-        encoding, request_id = encoding_of(delivery.payload), ""
+        encoding, request_id = encoding_of(delivery.payload), request_id_of(delivery.payload)
         try:
             request = decode(delivery.payload)
-            request_id = request.request_id or f"req-{secrets.token_hex(12)}"
+            request_id = request_id or f"req-{secrets.token_hex(12)}"
             model = self._model_of(delivery.subject)
             ticket = await self._ticket(request, request_id, model, delivery, encoding)
         except RequestError as error:
@@ -232,6 +235,8 @@ class AdmissionService:
 
     def _flush_when_due(self, num_queued: int, now_ns: int) -> Event | None:
         """Show what has come when the inbox is empty, and under a flood every MAX_FRAME_DELAY_MS."""
+        if self._core.draining and not self._core.requests:
+            self._empty.set()
         if not self._core.has_news:
             return None
         late = now_ns - self._flushed_ns >= MAX_FRAME_DELAY_MS * 1_000_000
@@ -316,9 +321,9 @@ class AdmissionService:
     async def drain(self) -> None:
         """Let open requests end, for a while; then end them with an error."""
         self.actor.post(DrainAsked())
-        deadline = time.monotonic() + DRAIN_S
-        while self._core.requests and time.monotonic() < deadline:
-            await asyncio.sleep(DRAIN_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._empty.wait()
         for effect in self._core.fail_all(ErrorCode.DRAINING, "the service is being stopped"):
             await self._perform(effect)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -339,7 +344,9 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     text = await asyncio.to_thread(load_model_text, settings)
     names, me = subjects(settings), settings.admission_id
     bus = await connect(settings, me)
-    core = AdmissionCore(me, {text.name: text}, MAX_OPEN_REQUESTS)
+    core = AdmissionCore(
+        me, {text.name: text}, MAX_OPEN_REQUESTS, first_tag=secrets.randbelow(MAX_TAG)
+    )
     service = AdmissionService(core, text, bus, names)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [
         (names.updates(me), service.on_updates),

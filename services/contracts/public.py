@@ -194,6 +194,25 @@ def decode_request(payload: bytes) -> GenerateRequest:
         raise RequestError(ErrorCode.INVALID_REQUEST, message) from None
 
 
+class _Named(msgspec.Struct, frozen=True):
+    request_id: Id
+
+
+_named_json = msgspec.json.Decoder(_Named)
+_named_msgpack = msgspec.msgpack.Decoder(_Named)
+
+
+def request_id_of(payload: bytes) -> str:
+    """The id of a request that may be wrong otherwise, so that its error frame can name it; else
+    "".
+    """
+    decoder = _named_json if encoding_of(payload) is Encoding.JSON else _named_msgpack
+    try:
+        return decoder.decode(payload).request_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
 def encode_frame(frame: Frame, encoding: Encoding) -> bytes:
     encoder = _frame_json if encoding is Encoding.JSON else _frame_msgpack
     return encoder.encode(frame)

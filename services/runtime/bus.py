@@ -9,7 +9,6 @@ Shell: owns the connection to nats-server.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ PENDING_BYTES: Final = 128 * 1024 * 1024
 PING_INTERVAL_S: Final = 2
 MAX_PINGS_OUT: Final = 2
 RECONNECT_WAIT_S: Final = 0.1
-CONNECT_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5
 DRAIN_TIMEOUT_S: Final = 5
 SERVICE_VERSION: Final = "1.0.0"
 
@@ -125,7 +124,7 @@ class NatsBus:
             pending_size=0,
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=MAX_PINGS_OUT,
-            reconnect_time_wait=RECONNECT_WAIT_S,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
             max_reconnect_attempts=-1,
             connect_timeout=CONNECT_TIMEOUT_S,
             drain_timeout=DRAIN_TIMEOUT_S,
@@ -216,7 +215,7 @@ class NatsBus:
         """Wait until the server has seen everything sent so far; for the end of a start, never in
         the step loop.
         """
-        await self._client.flush(timeout=int(CONNECT_TIMEOUT_S))
+        await self._client.flush(timeout=CONNECT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Stop answering, let queued handlers run, send what is pending, disconnect."""
@@ -258,5 +257,5 @@ async def _quietly(ending: Awaitable[object]) -> None:
     """Closing goes on whatever one part of it says."""
     try:
         await ending
-    except (nats.errors.Error, OSError, asyncio.TimeoutError):
+    except (nats.errors.Error, OSError):
         return

@@ -1,5 +1,7 @@
 """`python -m services.simulator SEED [COUNT]`: replay one history, or run COUNT of them from SEED
 on.
+
+Shell: prints.
 """
 
 from __future__ import annotations

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from gpu_worker.executor import Executor
+import msgspec
+
+from gpu_worker.executor import EngineShape, Executor
 from gpu_worker.shadow import ShadowModel
 from kv_store.core import Asked, KvCore
 from kv_store.core import Reply as KvReply
@@ -63,11 +66,23 @@ _attach = codec.Decoder(Attach)
 _attached = codec.Decoder(Attached)
 _poll = codec.Decoder(Poll)
 _poll_reply = codec.Decoder(PollReply)
-_ask: codec.Decoder[LookupRequest | LeaseRequest] = codec.Decoder(LookupRequest, LeaseRequest)  # type: ignore[type-var]
+_ask: codec.Decoder[LookupRequest | LeaseRequest] = codec.Decoder(LookupRequest, LeaseRequest)
 _lookup_reply = codec.Decoder(LookupReply)
 _lease_reply = codec.Decoder(LeaseReply)
-_delta: codec.Decoder[KvDelta | KvSnapshot] = codec.Decoder(KvDelta, KvSnapshot)  # type: ignore[type-var]
-_beat = codec.Decoder(Beat)
+_delta: codec.Decoder[KvDelta | KvSnapshot] = codec.Decoder(KvDelta, KvSnapshot)
+beat_decoder = codec.Decoder(Beat)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request: what is asked, who serves it, and what happens then."""
+
+    kind: str
+    payload: bytes
+    serve: Callable[[bytes, Callable[[bytes], None]], None]
+    answered: Callable[[bytes], None]
+    timed_out: Callable[[], None]
+    timeout_ns: int
 
 
 class Link:
@@ -77,16 +92,8 @@ class Link:
         self.clock = clock
         self.network = network
 
-    def request(
-        self,
-        ends: tuple[str, str],
-        kind: str,
-        payload: bytes,
-        serve: Callable[[bytes, Callable[[bytes], None]], None],
-        answered: Callable[[bytes], None],
-        timed_out: Callable[[], None],
-        timeout_ns: int,
-    ) -> None:
+    def request(self, ends: tuple[str, str], exchange: Exchange) -> None:
+        """`ends`: who asks, who answers. One of `answered` and `timed_out` is called, once."""
         sender, receiver = ends
         state = {"open": True}
 
@@ -97,11 +104,17 @@ class Link:
 
         def reply(answer: bytes) -> None:
             self.network.send(
-                receiver, sender, f"{kind} reply", answer, lambda b: close(lambda: answered(b))
+                receiver,
+                sender,
+                f"{exchange.kind} reply",
+                answer,
+                lambda b: close(lambda: exchange.answered(b)),
             )
 
-        self.network.send(sender, receiver, kind, payload, lambda b: serve(b, reply))
-        self.clock.at(self.clock.now_ns + timeout_ns, lambda: close(timed_out))
+        self.network.send(
+            sender, receiver, exchange.kind, exchange.payload, lambda b: exchange.serve(b, reply)
+        )
+        self.clock.at(self.clock.now_ns + exchange.timeout_ns, lambda: close(exchange.timed_out))
 
 
 class Node:
@@ -188,15 +201,14 @@ class WorkerNode(Node):
         o = self.options
         self.generation += 1
         model = ShadowModel(num_blocks=o.num_blocks, block_size=o.block_size, vocab_size=VOCAB_SIZE)
-        return Executor(
-            model,
-            generation=self.generation,
+        shape = EngineShape(
             max_num_seqs=o.max_num_seqs,
             max_model_len=o.max_model_len,
             block_size=o.block_size,
             num_blocks=o.num_blocks,
             vocab_size=VOCAB_SIZE,
         )
+        return Executor(model, self.generation, shape)
 
     def restart(self) -> None:
         """Killed and started again: empty KV, a new generation, nothing remembered."""
@@ -243,8 +255,6 @@ class WorkerNode(Node):
     def _done(self, executor: Executor, result: StepResult, elapsed: int, waited: int) -> None:
         if executor is not self.executor:
             return
-        import msgspec
-
         timed = msgspec.structs.replace(
             result, elapsed_us=max(1, elapsed // 1000), waited_us=waited // 1000
         )
@@ -340,12 +350,14 @@ class SchedulerNode(Node):
         silent = sched.WorkerSilent(gone=False)
         self.link.request(
             ends,
-            kind,
-            codec.encode(message),
-            serve,
-            answered,
-            lambda: self.post(silent),
-            WORKER_TIMEOUT_NS,
+            Exchange(
+                kind,
+                codec.encode(message),
+                serve,
+                answered,
+                lambda: self.post(silent),
+                WORKER_TIMEOUT_NS,
+            ),
         )
 
     def settled(self) -> None:
@@ -376,12 +388,14 @@ class AdmissionNode(Node):
                 seq_id = effect.message.seq_id
                 self.link.request(
                     ends,
-                    "submit",
-                    codec.encode(effect.message),
-                    scheduler.serve_submit,
-                    lambda b: self.post(_submit_reply.decode(b)),
-                    lambda: self.post(adm.SubmitFailed(seq_id)),
-                    REQUEST_TIMEOUT_NS,
+                    Exchange(
+                        "submit",
+                        codec.encode(effect.message),
+                        scheduler.serve_submit,
+                        lambda b: self.post(_submit_reply.decode(b)),
+                        lambda: self.post(adm.SubmitFailed(seq_id)),
+                        REQUEST_TIMEOUT_NS,
+                    ),
                 )
             case adm.Abort():
                 self._abort(ends, effect, tries=5)
@@ -392,10 +406,12 @@ class AdmissionNode(Node):
         """Aborts are retried by the shell: they are idempotent and nobody waits for them."""
         self.link.request(
             ends,
-            "abort",
-            codec.encode(effect.message),
-            self.world.scheduler.serve_abort,
-            lambda b: None,
-            (lambda: self._abort(ends, effect, tries - 1)) if tries else (lambda: None),
-            REQUEST_TIMEOUT_NS,
+            Exchange(
+                "abort",
+                codec.encode(effect.message),
+                self.world.scheduler.serve_abort,
+                lambda b: None,
+                (lambda: self._abort(ends, effect, tries - 1)) if tries else (lambda: None),
+                REQUEST_TIMEOUT_NS,
+            ),
         )

@@ -4,6 +4,8 @@ seed.
 Checked: the invariants of every core after every event; that every client gets the one right
 stream, gap-free, with one terminal frame; that at the end every block is accounted for, in both
 books.
+
+Shell of the simulation: no clock, no socket; one object per history.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from gpu_worker.shadow import expected_token_ids
 from services.admission import core as adm
 from services.admission.open_request import Ticket
+from services.contracts import codec
 from services.contracts.errors import ErrorCode
 from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.public import Encoding, FinishReason, Frame
@@ -33,6 +36,7 @@ from .nodes import (
     Link,
     SchedulerNode,
     WorkerNode,
+    beat_decoder,
 )
 from .options import Options, draw
 
@@ -47,7 +51,7 @@ class SimulationError(AssertionError):
 class ShadowVocabulary:
     """Token 7 reads as "7 "."""
 
-    token_bytes = [f"{token_id} ".encode() for token_id in range(VOCAB_SIZE)]
+    token_bytes = tuple(f"{token_id} ".encode() for token_id in range(VOCAB_SIZE))
 
     def token_text(self, token_id: int) -> str:
         return f"{token_id} "
@@ -154,9 +158,9 @@ class World:
             options=self.options,
             requests=len(self.clients),
             finished=reasons,
-            steps=core.num_steps,
-            preemptions=core.num_preemptions,
-            prefix_hits=core.num_prefix_hits,
+            steps=core.totals.num_steps,
+            preemptions=core.beat().engine.num_preemptions,
+            prefix_hits=core.totals.num_prefix_hits,
             virtual_ms=self.clock.now_ns // 1_000_000,
             events=events,
             messages=self.network.counts,
@@ -236,12 +240,8 @@ class World:
     # ---- time
 
     def _beat(self) -> None:
-        from services.contracts import codec
-
-        from .nodes import _beat as decoder
-
         def post(node: AdmissionNode | SchedulerNode | KvNode, payload: bytes) -> None:
-            node.post(decoder.decode(payload))
+            node.post(beat_decoder.decode(payload))
 
         scheduler_beat = codec.encode(self.scheduler.core.beat())
         for node in (self.admission, self.kv):
@@ -265,16 +265,16 @@ class World:
 
     def _check_books(self) -> None:
         core, ledgers = self.scheduler.core, self.kv.core.ledgers
-        if any(core.roster.live()) or len(core.waiting) or core.lanes.num_active:
+        if any(core.roster.live()) or len(core.waiting) or core.batch.lanes.num_active:
             raise SimulationError("a sequence lives on after its request has ended")
-        if core.lease.holds:
-            raise SimulationError(f"blocks are held by nobody: {dict(core.lease.holds)}")
+        if core.batch.lease.holds:
+            raise SimulationError(f"blocks are held by nobody: {dict(core.batch.lease.holds)}")
         for ledger in ledgers.values():
             pool = ledger.pool
-            spare = set(core.lease.spare)
+            spare = set(core.batch.lease.spare)
             for block_id in range(1, pool.num_blocks):
-                here = core.lease.holds[block_id] + (block_id in spare)
+                here = core.batch.lease.holds[block_id] + (block_id in spare)
                 if pool.holds(block_id) != here:
-                    raise SimulationError(
-                        f"block {block_id}: the ledger counts {pool.holds(block_id)} holds, the scheduler {here}"
-                    )
+                    there = pool.holds(block_id)
+                    text = f"block {block_id}: {there} holds in the ledger, {here} in the scheduler"
+                    raise SimulationError(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.check import perplexity, token_logprobs
+from gpu_worker.check import perplexity, teacher_forced_logprobs, token_logprobs
 from gpu_worker.inputs import PromptLogprobRequest, StepInputs
 from gpu_worker.kv_cache import bytes_per_block, num_blocks_in
 from gpu_worker.runner import ModelRunner, default_dtype
@@ -85,11 +86,11 @@ def test_bfloat16_stays_close(tiny_directory: Path) -> None:
     )
 
 
-def test_perplexity_starts_with_the_beginning_of_text(tiny_directory: Path) -> None:
+def test_perplexity_scores_all_tokens_but_the_first(tiny_directory: Path) -> None:
     runner = load(tiny_directory)
     logprobs = token_logprobs(runner, [1, 7, 8, 9])
     assert len(logprobs) == 3
-    assert perplexity(runner, [7, 8, 9, 10], 4) == pytest.approx(math.exp(-sum(logprobs) / 3))
+    assert perplexity(runner, [1, 7, 8, 9, 10], 4) == pytest.approx(math.exp(-sum(logprobs) / 3))
     with pytest.raises(ValueError, match="two tokens"):
         perplexity(runner, [], 4)
     with pytest.raises(ValueError, match="do not fit"):
@@ -222,3 +223,38 @@ def test_block_arithmetic(tiny_directory: Path) -> None:
     assert bytes_per_block(config, 16, torch.float32) == 4096
     assert num_blocks_in(4096 * 3 + 4095, config, 16, torch.float32) == 3
     assert num_blocks_in(-1, config, 16, torch.float32) == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"cases": []}',
+        '{"cases": [{"name": "a", "prompt_token_ids": [], "greedy_token_ids": [1]}]}',
+        '{"cases": [{"name": "a", "prompt_token_ids": [1], "greedy_token_ids": ["x"]}]}',
+        (
+            '{"cases": [{"name": "a", "prompt_token_ids": [1], "greedy_token_ids": [1],'
+            ' "logprobs": []}]}'
+        ),
+    ],
+)
+def test_a_malformed_reference_is_refused(
+    tiny_directory: Path, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "reference.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"reference\.json"):
+        teacher_forced_logprobs(load(tiny_directory), path)
+
+
+def test_a_reference_without_logprobs(tiny_directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "reference.json"
+    case = {"name": "a", "prompt_token_ids": [7, 8], "greedy_token_ids": [9, 10]}
+    path.write_text(json.dumps({"cases": [case]}), encoding="utf-8")
+    runner = load(tiny_directory)
+    result = teacher_forced_logprobs(runner, path)
+    expected = token_logprobs(runner, [7, 8, 9, 10])[1:]
+    assert result["mean_logprob"] == pytest.approx(sum(expected) / 2)
+    assert result["num_tokens"] == 2
+    assert result["reference_mean_logprob"] is None and result["max_abs_difference"] is None

@@ -1,0 +1,185 @@
+"""Who runs now, on what, and what is in flight: all that lives and dies with one epoch.
+
+Invariants: at most two steps in flight; a lane's blocks go back only after every step in flight
+that names them has ended; a running sequence is preempted only when the ledger has no block left,
+or is silent for two steps, and nothing idle is pinned (DESIGN section 6).
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.contracts.step import StepPlan, StepResult
+from services.contracts.vectors import pack
+
+from .lanes import LaneTable
+from .lease import Lease, Pool, low_water_blocks
+from .pipeline import NEVER_NS, Pipeline
+from .planning import Planner, Step
+from .reclaim import Reclaim
+from .results import Ended, apply_result
+from .sequence import NO_LANE, Sequence, SequenceStatus
+from .updates import UpdateLog
+from .waiting import WaitingQueue
+
+SILENT_STEPS = 2
+
+
+class Shape(NamedTuple):
+    """Of one epoch: lanes, tokens of a sequence, tokens of a step."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+class Batch:
+    """See the module. `waiting` outlives the batch: what ran here waits there again."""
+
+    def __init__(self, pool: Pool, shape: Shape, waiting: WaitingQueue) -> None:
+        self.pool = pool
+        self.waiting = waiting
+        low_water = low_water_blocks(
+            pool.num_blocks, pool.block_size, shape.max_num_batched_tokens, shape.max_num_seqs
+        )
+        self.lanes = LaneTable(shape.max_num_seqs, shape.max_model_len)
+        self.lease = Lease(pool, low_water)
+        self.planner = Planner(self.lanes, self.lease, waiting, shape.max_num_batched_tokens)
+        self.pipeline = Pipeline()
+        self.reclaim = Reclaim()
+        self.num_preempted = 0
+        self._leaving: list[int] = []
+        self._reset = True
+        self._stalled = False
+
+    # ---- time
+
+    @property
+    def wake_at_ns(self) -> int:
+        """When a plan, a poll or a give-up is due, or NEVER_NS."""
+        times = [self.pipeline.poll_at_ns]
+        times.extend(opened.give_up_ns for opened in self.lease.lookups.values())
+        if self.lease.open_lease is not None:
+            times.append(self.lease.open_lease.give_up_ns)
+        if not self._stalled:
+            times.append(self.pipeline.may_publish_at_ns())
+        return min(times, default=NEVER_NS)
+
+    def stir(self) -> None:
+        """Something happened: a step that had nothing to run may have now."""
+        self._stalled = False
+
+    # ---- sequences leave
+
+    def vacate(self, seq: Sequence) -> None:
+        """`seq` gives up its lane; steps in flight that name it are still to come."""
+        lane = seq.lane
+        self.pipeline.depart(seq, lane)
+        self.lanes.leave(lane)
+        self._leaving.append(lane)
+
+    def preempt(self, seq: Sequence) -> None:
+        self.vacate(seq)
+        seq.move(SequenceStatus.PREEMPTED)
+        seq.num_preemptions += 1
+        self.num_preempted += 1
+        self.return_blocks(seq)
+
+    def return_blocks(self, seq: Sequence) -> None:
+        """Once no step names `seq`: what it held goes back, and a preempted one waits anew."""
+        if seq.num_in_flight or seq.lane != NO_LANE:
+            return
+        self.lease.release(seq)
+        self.reclaim.returned(seq)
+        seq.looked_up = False
+        if seq.status is SequenceStatus.PREEMPTED:
+            seq.move(SequenceStatus.WAITING)
+            self.waiting.add(seq)
+
+    # ---- steps
+
+    def plans_due(self, now_ns: int, updates: UpdateLog) -> list[StepPlan]:
+        """The plans to publish now: none, one, or two where nothing is in flight yet."""
+        plans: list[StepPlan] = []
+        while not self._stalled and now_ns >= self.pipeline.may_publish_at_ns():
+            self._vacate_full()
+            step = self.planner.fill(self.pipeline.next_step_id, updates.index)
+            for seq in step.started:
+                updates.add_started(seq)
+            if len(step.lanes):
+                plans.append(self._publish(step, now_ns))
+            freed = self._relieve() or self._unpin_for_head()
+            if not len(step.lanes) and not freed:
+                # Nothing can run before something else happens; the plan would be empty.
+                assert not step.joins and not step.appended
+                self._stalled = True
+        return plans
+
+    def take_result(self, result: StepResult, now_ns: int, updates: UpdateLog) -> list[Ended]:
+        """The oldest step's result -> sequences that it ends, which the caller finishes."""
+        step = self.pipeline.finish(result.elapsed_us, result.waited_us, now_ns)
+        return apply_result(step, result, self.lanes, self.lease, updates)
+
+    def departed_blocks_back(self, step: Step) -> None:
+        """After a step and the endings it brought: those that had left their lane may return."""
+        for seq in step.departed.values():
+            if seq.block_ids or seq.status is SequenceStatus.PREEMPTED:
+                self.return_blocks(seq)
+
+    def _vacate_full(self) -> None:
+        """Lanes whose every token is planned leave now; their last result is still to come."""
+        lanes = self.lanes
+        for lane in (lanes.active & (lanes.tokens >= lanes.limit)).nonzero()[0].tolist():
+            seq = lanes.occupant(lane)
+            self.vacate(seq)
+            seq.move(SequenceStatus.DRAINING)
+
+    def _publish(self, step: Step, now_ns: int) -> StepPlan:
+        plan = StepPlan(
+            generation=self.pool.generation,
+            epoch=self.pool.epoch,
+            number=step.step_id,
+            step_id=step.step_id,
+            reset=self._reset,
+            leave=pack(self._leaving),
+            join=step.joins,
+            chunk_lanes=pack([lane for lane, _ in step.chunks]),
+            chunk_tokens=pack([count for _, count in step.chunks]),
+            hold=pack(step.held),
+            append_lanes=pack([lane for lane, _ in step.appended]),
+            append_blocks=pack([block for _, block in step.appended]),
+        )
+        self._reset = False
+        self._leaving = []
+        self.pipeline.publish(step, plan, now_ns)
+        return plan
+
+    # ---- blocks are short
+
+    def _relieve(self) -> bool:
+        """A running sequence lacks a block and the ledger has none: unpin or preempt -> True."""
+        if not self.planner.starved or self.reclaim.under_way:
+            return False
+        opened = self.lease.open_lease
+        waited = 0 if opened is None else self.pipeline.next_step_id - opened.step_id
+        if not self.lease.exhausted and waited < SILENT_STEPS:
+            return False
+        pinned = [seq for seq in self.waiting if seq.block_ids]
+        if pinned:
+            self.lease.release(pinned[-1])
+            return True
+        seq = self.reclaim.choose(self.lanes.sequences)
+        if seq is not None:
+            self.preempt(seq)
+        return seq is not None
+
+    def _unpin_for_head(self) -> bool:
+        """Nothing runs and the head does not fit: what those behind it pin must not stop it."""
+        if self.lanes.num_active or self.pipeline.steps:
+            return False
+        pinned = [seq for seq in list(self.waiting)[1:] if seq.block_ids]
+        for seq in pinned:
+            self.lease.release(seq)
+        return bool(pinned)
