@@ -1,4 +1,7 @@
-"""`python -m gpu_worker`: one worker group's rank 0 as a process."""
+"""`python -m gpu_worker`: one worker group's rank 0 as a process.
+
+Shell.
+"""
 
 from __future__ import annotations
 

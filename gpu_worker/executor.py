@@ -40,7 +40,9 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What this worker can hold: lanes, tokens of a sequence, blocks, and its model's vocabulary."""
+    """What this worker can hold: lanes, tokens of a sequence, blocks, and its model's
+    vocabulary.
+    """
 
     max_num_seqs: int
     max_model_len: int

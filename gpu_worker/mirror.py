@@ -171,7 +171,9 @@ class Mirror:
         return inputs, targets
 
     def _block_table(self, lanes: Int32Array, width: int) -> Int32Array:
-        """int32 [B, width]; ids past a lane's own blocks are stale and must read as the null block."""
+        """int32 [B, width]; ids past a lane's own blocks are stale and must read as the null
+        block.
+        """
         table = self.rows.block_table[lanes, :width]
         held = np.arange(width, dtype=np.int32) < self.rows.num_blocks[lanes, None]
         return np.where(held, table, 0).astype(np.int32)

@@ -164,7 +164,9 @@ class WorkerService:
 
 
 def build_executor(settings: Settings, generation: int) -> Executor:
-    """Load the model, or make the stub. Raises Problem where the model file or a setting is wrong."""
+    """Load the model, or make the stub. Raises Problem where the model file or a setting is
+    wrong.
+    """
     if settings.worker == "stub":
         shadow = ShadowModel(
             num_blocks=settings.num_blocks,

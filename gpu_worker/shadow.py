@@ -84,7 +84,9 @@ class ShadowModel:
         return prefix
 
     def _extend(self, inputs: StepInputs) -> UInt64s:
-        """Hash of each sequence from the hash kept at the slot before its new tokens -> uint64 [B]."""
+        """Hash of each sequence from the hash kept at the slot before its new tokens -> uint64
+        [B].
+        """
         starts, ends = inputs.cu_seqlens_q[:-1], inputs.cu_seqlens_q[1:]
         first = inputs.positions[starts]
         before = np.maximum(first - 1, 0)

@@ -1,4 +1,7 @@
-"""`python -m kv_store`: the ledger as a process."""
+"""`python -m kv_store`: the ledger as a process.
+
+Shell.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`python -m scheduler_svc`: one engine's scheduler as a process."""
+"""`python -m scheduler_svc`: one engine's scheduler as a process.
+
+Shell.
+"""
 
 from __future__ import annotations
 

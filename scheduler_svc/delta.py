@@ -16,7 +16,9 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class Content:
-    """Committed blocks, column by column, in an order in which each comes after the one before it."""
+    """Committed blocks, column by column, in an order in which each comes after the one before
+    it.
+    """
 
     block_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -25,7 +27,9 @@ class Content:
     salts: list[bytes] = field(default_factory=list)
 
     def add(self, seq: Sequence, index: int, token_ids: Int32Array, block_size: int) -> None:
-        """Block `index` of `seq`; `token_ids` int32 [>= (index + 1) * block_size] are its tokens."""
+        """Block `index` of `seq`; `token_ids` int32 [>= (index + 1) * block_size] are its
+        tokens.
+        """
         self.block_ids.append(seq.block_ids[index])
         self.hashes.append(seq.hash_of(index, token_ids, block_size))
         self.tokens.append(token_ids[index * block_size : (index + 1) * block_size].tobytes())

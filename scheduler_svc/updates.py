@@ -102,7 +102,9 @@ class UpdateLog:
         self._box(seq).prompt_logprobs.append(PromptLogprobs(seq.tag, first, logprobs))
 
     def resend(self, seq: Sequence, offset: int, output: Int32Array) -> None:
-        """Everything of `seq` from output token `offset` on; `output` int32, all its output so far."""
+        """Everything of `seq` from output token `offset` on; `output` int32, all its output so
+        far.
+        """
         if seq.num_cached_tokens >= 0:
             self.add_started(seq)
         self.add_tokens(seq, offset, output[offset:])

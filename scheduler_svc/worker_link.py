@@ -30,7 +30,9 @@ class LinkState(StrEnum):
 
 
 class WorkerLink:
-    """epoch_seen: the highest epoch that anybody was heard to name; the next attach goes above it."""
+    """epoch_seen: the highest epoch that anybody was heard to name; the next attach goes above
+    it.
+    """
 
     def __init__(self, scheduler_id: str, incarnation: str) -> None:
         self.state = LinkState.DETACHED

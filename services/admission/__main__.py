@@ -1,4 +1,7 @@
-"""`python -m services.admission`: one admission as a process."""
+"""`python -m services.admission`: one admission as a process.
+
+Shell.
+"""
 
 from __future__ import annotations
 

@@ -234,7 +234,9 @@ class AdmissionService:
     # ---- effects out
 
     def _flush_when_due(self, num_queued: int, now_ns: int) -> Event | None:
-        """Show what has come when the inbox is empty, and under a flood every MAX_FRAME_DELAY_MS."""
+        """Show what has come when the inbox is empty, and under a flood every
+        MAX_FRAME_DELAY_MS.
+        """
         if self._core.draining and not self._core.requests:
             self._empty.set()
         if not self._core.has_news:

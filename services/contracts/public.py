@@ -59,7 +59,9 @@ class ToolCall(_Request, frozen=True):
 
 
 class ChatMessage(_Request, frozen=True):
-    """One turn. `content` is text, parts of text, or null for an assistant that only called tools."""
+    """One turn. `content` is text, parts of text, or null for an assistant that only called
+    tools.
+    """
 
     role: _Name
     content: _Text | Annotated[list[TextPart], Meta(max_length=limits.MAX_CONTENT_PARTS)] | None = (

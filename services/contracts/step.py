@@ -153,7 +153,9 @@ class PollReply(Message, frozen=True, tag="poll_reply"):
 
 
 class StepEvent(Message, frozen=True, tag="step"):
-    """scheduler -> anyone, one per step, dropped freely. Durations in microseconds, sizes in bytes."""
+    """scheduler -> anyone, one per step, dropped freely. Durations in microseconds, sizes in
+    bytes.
+    """
 
     engine: Id
     epoch: int

@@ -80,7 +80,9 @@ class Subjects:
 
     @property
     def any_kv(self) -> str:
-        """Lookups, leases and deltas of every engine: one subscription, so that they stay in order."""
+        """Lookups, leases and deltas of every engine: one subscription, so that they stay in
+        order.
+        """
         return f"{self.prefix}.kv.*.*"
 
     # Liveness.

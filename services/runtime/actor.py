@@ -71,7 +71,9 @@ class Actor(Generic[E, F]):
         self._arrived.set()
 
     async def run(self) -> None:
-        """Until `stop`. Whatever the core raises ends the loop: a broken invariant is not survived."""
+        """Until `stop`. Whatever the core raises ends the loop: a broken invariant is not
+        survived.
+        """
         while not self._stopping:
             await self._wait()
             await self._turn()

@@ -170,7 +170,17 @@ def load(
         for name, (value, origin) in layer.items():
             values[name] = value
             origins[name] = origin
+    _fit_lanes(values, origins)
     return Settings(**values, origins=origins)  # type: ignore[arg-type]
+
+
+def _fit_lanes(values: dict[str, Value], origins: dict[str, str]) -> None:
+    """A small token budget lowers `max_num_seqs` where nobody has set it: a step decodes every lane."""
+    budget = values.get("max_num_batched_tokens")
+    default = next(knob.default for knob in knobs() if knob.name == "max_num_seqs")
+    if "max_num_seqs" not in values and isinstance(budget, int) and 1 <= budget < default:
+        values["max_num_seqs"] = budget
+        origins["max_num_seqs"] = "default, lowered to max_num_batched_tokens"
 
 
 def for_service() -> Settings:

@@ -341,7 +341,8 @@ class SchedulerNode(Node):
         kv = self.world.kv
         ends = (self.name, kv.name)
         payload = codec.encode(message)
-        self.link.request(ends, kind, payload, kv.serve, answered, lambda: None, REQUEST_TIMEOUT_NS)
+        exchange = Exchange(kind, payload, kv.serve, answered, lambda: None, REQUEST_TIMEOUT_NS)
+        self.link.request(ends, exchange)
 
     def _ask_worker(
         self, kind: str, message: codec.Message, serve: Any, answered: Callable[[bytes], None]
