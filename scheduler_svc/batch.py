@@ -9,15 +9,13 @@ Pure.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from services.contracts.step import StepPlan, StepResult
 from services.contracts.vectors import pack
 
 from .lanes import LaneTable
 from .lease import Lease, Pool, low_water_blocks
 from .pipeline import NEVER_NS, Pipeline
-from .planning import Planner, Step
+from .planning import Planner, Shape, Step
 from .reclaim import Reclaim
 from .results import Ended, apply_result
 from .sequence import NO_LANE, Sequence, SequenceStatus
@@ -25,14 +23,6 @@ from .updates import UpdateLog
 from .waiting import WaitingQueue
 
 SILENT_STEPS = 2
-
-
-class Shape(NamedTuple):
-    """Of one epoch: lanes, tokens of a sequence, tokens of a step."""
-
-    max_num_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
 
 
 class Batch:
@@ -46,7 +36,7 @@ class Batch:
         )
         self.lanes = LaneTable(shape.max_num_seqs, shape.max_model_len)
         self.lease = Lease(pool, low_water)
-        self.planner = Planner(self.lanes, self.lease, waiting, shape.max_num_batched_tokens)
+        self.planner = Planner(self.lanes, self.lease, waiting, shape)
         self.pipeline = Pipeline()
         self.reclaim = Reclaim()
         self.num_preempted = 0

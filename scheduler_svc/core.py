@@ -14,17 +14,18 @@ from typing import Final
 from services.contracts.beats import Beat, EngineLoad, ServiceKind, StreamMark
 from services.contracts.errors import ErrorCode
 from services.contracts.kv import KvStatus, LeaseReply, LookupReply
+from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.contracts.public import FinishReason
 from services.contracts.sequences import AbortReply, AbortSequences, SubmitReply, SubmitSequence
 from services.contracts.step import Attached, Poll, PollReply, PollState, StepEvent, StepResult
 from services.contracts.vectors import unpack
 
-from .batch import Batch, Shape
+from .batch import Batch
 from .events import AbortAsked, DrainAsked, Effect, Event, Note, Reply, Submitted, WorkerSilent
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
 from .pipeline import NEVER_NS
-from .planning import Step
+from .planning import Shape, Step
 from .roster import Roster
 from .sequence import NO_LANE, Sequence, SequenceStatus
 from .totals import Totals
@@ -41,7 +42,7 @@ LOOKUPS_AHEAD: Final = 4
 class SchedulerConfig:
     """Limits of one scheduler; 0 for `max_model_len` means the worker's.
 
-    incarnation: an id that no other run of this scheduler has.
+    incarnation: an id that no other run of this scheduler has. max_join_bytes: of one plan.
     """
 
     engine: str
@@ -52,6 +53,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_waiting_seqs: int
     max_model_len: int = 0
+    max_join_bytes: int = MAX_PAYLOAD_BYTES // 2
     prefix_caching: bool = True
 
 
@@ -77,6 +79,7 @@ class SchedulerCore:
         stop.
         """
         self.batch.stir()
+        self.roster.see_time(now_ns)
         self._dispatch(event, now_ns)
         return self._settle(now_ns)
 
@@ -280,8 +283,14 @@ class SchedulerCore:
                 self.totals.num_prefix_queries += len(ask.token_ids) // 4
 
     def _on_lookup(self, reply: LookupReply) -> None:
-        if reply.status is not KvStatus.OK or not self.link.owns(reply.generation, reply.epoch):
-            # The sequence goes on without when its 20 ms are over.
+        if reply.status is KvStatus.STALE:
+            self._on_stale_ledger(reply.epoch)
+            return
+        if not self.link.owns(reply.generation, reply.epoch):
+            return
+        if reply.status is KvStatus.NEED_SNAPSHOT:
+            if reply.number in self.batch.lease.lookups:
+                self._send_snapshot()
             return
         hits = unpack(reply.block_ids)
         seq = self.batch.lease.close_lookup(reply.number, hits)
@@ -342,7 +351,9 @@ class SchedulerCore:
             attached.block_size,
         )
         lanes = min(config.max_num_seqs, attached.max_num_seqs)
-        shape = Shape(lanes, self.max_model_len, config.max_num_batched_tokens)
+        shape = Shape(
+            lanes, self.max_model_len, config.max_num_batched_tokens, config.max_join_bytes
+        )
         self.batch = Batch(pool, shape, self.waiting)
         # A new epoch numbers its updates anew; admissions resubmit what they have open there.
         self.updates = UpdateLog(config.engine)
@@ -384,7 +395,7 @@ class SchedulerCore:
 
     def _empty_batch(self) -> Batch:
         """Stands in while there is no worker: one lane, no blocks to take."""
-        return Batch(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1), self.waiting)
+        return Batch(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1, 1), self.waiting)
 
     def _poll(self, now_ns: int) -> None:
         pipeline = self.batch.pipeline

@@ -34,7 +34,9 @@ LEASE_RETRY_NS: Final = 100_000_000
 LEASE_MAX_SHARE: Final = 4
 # Ask before the lease is empty, but not for every block that a step takes.
 TOP_UP_AT: Final = 0.75
-SNAPSHOT_PART_BLOCKS: Final = 4096
+# Half of the smallest payload limit that a nats-server has by default.
+SNAPSHOT_PART_BYTES: Final = 512 * 1024
+_BYTES_BESIDE_TOKENS: Final = 80
 
 
 def low_water_blocks(
@@ -260,8 +262,9 @@ class Lease:
         self._draft = DeltaDraft()
         self.open_lease = None
         self._exhaustion_outdated()
+        part_blocks = max(1, SNAPSHOT_PART_BYTES // (4 * self.block_size + _BYTES_BESIDE_TOKENS))
         parts = snapshot_parts(
-            holders, self.holds, self.spare, self.committed, self.block_size, SNAPSHOT_PART_BLOCKS
+            holders, self.holds, self.spare, self.committed, self.block_size, part_blocks
         )
         return [self._snapshot_part(part, at, len(parts)) for at, part in enumerate(parts)]
 

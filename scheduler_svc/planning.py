@@ -10,6 +10,7 @@ Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,15 @@ from .lease import Lease
 from .policy import may_join
 from .sequence import Sequence, SequenceStatus
 from .waiting import WaitingQueue
+
+
+class Shape(NamedTuple):
+    """Of one epoch: lanes, tokens of a sequence, tokens of a step, bytes of a plan's joins."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_join_bytes: int
 
 
 @dataclass(slots=True)
@@ -58,13 +68,12 @@ class Planner:
     starved: in the last step a running sequence lacked a block.
     """
 
-    def __init__(
-        self, lanes: LaneTable, lease: Lease, waiting: WaitingQueue, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, lanes: LaneTable, lease: Lease, waiting: WaitingQueue, shape: Shape) -> None:
         self.lanes = lanes
         self.lease = lease
         self.waiting = waiting
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = shape.max_num_batched_tokens
+        self.max_join_bytes = shape.max_join_bytes
         self.catching_up: list[Sequence] = []
         self.starved = False
         self._held: list[int] = []
@@ -147,10 +156,14 @@ class Planner:
     # ---- 3. new sequences
 
     def _admit(self, budget: int, admission_index: dict[str, int]) -> None:
+        join_bytes = 0
         for seq in self.waiting.ready():
             if budget <= 0 or not self.lanes.num_free or not self._fits(seq):
                 break
-            if not self._has_first_slot(seq):
+            # Joins carry whole prompts: a plan with many long ones must stay below the bus limit.
+            join_bytes += 4 * seq.num_tokens
+            too_many_bytes = bool(self._joins) and join_bytes > self.max_join_bytes
+            if too_many_bytes or not self._has_first_slot(seq):
                 break
             self.waiting.remove(seq)
             budget -= self._join(seq, budget, admission_index[seq.admission_id])

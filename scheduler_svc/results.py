@@ -45,7 +45,7 @@ def apply_result(
         ended.extend(_failures(step, lanes, failed))
     here = sampled[index]
     _accept(lanes, here, token_ids[index], updates)
-    _commit(step, lanes, lease)
+    _commit(step, lanes, lease, failed)
     ended.extend(_endings(lanes, here, token_ids[index]))
     return ended
 
@@ -71,13 +71,15 @@ def _accept(lanes: LaneTable, here: Int32Array, token_ids: Int32Array, updates: 
     )
 
 
-def _commit(step: Step, lanes: LaneTable, lease: Lease) -> None:
-    """Blocks of lanes whose last slot this step wrote."""
+def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> None:
+    """Blocks whose last slot this step wrote, but for lanes whose KV may not be finite."""
     index = _still_here(step, step.lanes)
     here = step.lanes[index]
     lanes.accepted_computed[here] += step.counts[index]
     full = lanes.accepted_computed[here] // lease.block_size
     for lane in here[full > lanes.committed_blocks[here]].tolist():
+        if lane in failed:
+            continue
         seq = lanes.occupant(lane)
         row = lanes.token_ids[lane]
         last = int(lanes.accepted_computed[lane]) // lease.block_size
@@ -110,10 +112,10 @@ def _departed(step: Step, result: StepResult, lease: Lease, updates: UpdateLog) 
         if seq.status is SequenceStatus.FINISHED:
             continue
         seq.num_computed_tokens += counts[lane]
-        _commit_departed(seq, lease)
         if lane in failed:
             yield seq, FinishReason.ERROR, ErrorCode.NUMERICS, _NUMERICS
             continue
+        _commit_departed(seq, lease)
         if lane not in tokens:
             continue
         updates.add_tokens(seq, seq.num_output_tokens, np.array([tokens[lane]], dtype=np.int32))

@@ -79,7 +79,6 @@ class Roster:
             traceparent=message.traceparent,
         )
         self._next_uid += 1
-        self._now_ns = now_ns
         self._live[seq.seq_id] = seq
         if deadline_ns < NEVER_NS:
             heapq.heappush(self._deadlines, (deadline_ns, seq.uid, seq.seq_id))
@@ -97,6 +96,10 @@ class Roster:
         """Its admission knows the end."""
         self._log.pop(seq.seq_id, None)
         self._log_times.pop(seq.seq_id, None)
+
+    def see_time(self, now_ns: int) -> None:
+        """Ends are stamped with the last time seen."""
+        self._now_ns = now_ns
 
     def forget_old(self, now_ns: int) -> None:
         self._now_ns = now_ns

@@ -37,7 +37,14 @@ from services.contracts.step import (
 )
 from services.contracts.subjects import Subjects
 from services.runtime.actor import Actor
-from services.runtime.bus import Bus, Delivery, Endpoint, NoResponders, RequestTimeout
+from services.runtime.bus import (
+    Bus,
+    Delivery,
+    Endpoint,
+    NoResponders,
+    PayloadTooLarge,
+    RequestTimeout,
+)
 from services.runtime.log import get_logger, report_ready
 from services.runtime.service import beat_forever, connect, run_together, subjects
 from services.runtime.settings import Settings
@@ -176,7 +183,7 @@ class SchedulerService:
                 subject, codec.encode(message), timeout_s=LEDGER_TIMEOUT_S
             )
             self.actor.post(decoder.decode(answer))
-        except (NoResponders, RequestTimeout):
+        except (NoResponders, RequestTimeout, PayloadTooLarge):
             self.dropped["ledger_silent"] += 1
         except WireError as error:
             self.dropped["wire"] += 1
@@ -210,7 +217,7 @@ class SchedulerService:
         return msgspec.structs.replace(event, plan_bytes=size, scheduler_us=spent_us)
 
 
-def config_of(settings: Settings) -> SchedulerConfig:
+def config_of(settings: Settings, max_payload: int) -> SchedulerConfig:
     return SchedulerConfig(
         engine=settings.engine_id,
         scheduler_id=settings.scheduler_id,
@@ -220,13 +227,14 @@ def config_of(settings: Settings) -> SchedulerConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_waiting_seqs=settings.max_waiting_seqs,
         max_model_len=settings.max_model_len,
+        max_join_bytes=max_payload // 2,
     )
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     names, engine = subjects(settings), settings.engine_id
     bus = await connect(settings, settings.scheduler_id)
-    core = SchedulerCore(config_of(settings))
+    core = SchedulerCore(config_of(settings, bus.max_payload))
     service = SchedulerService(core, bus, names)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [
         (names.result(engine), service.on_result),

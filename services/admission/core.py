@@ -307,9 +307,10 @@ class AdmissionCore:
 
     def _on_updates(self, updates: SequenceUpdates, now_ns: int) -> None:
         engine = self.engines.get(updates.engine)
-        if updates.epoch < engine.epoch:
+        epoch = (updates.generation, updates.epoch)
+        if epoch < engine.epoch:
             return
-        self._see_epoch(engine, updates.epoch, now_ns)
+        self._see_epoch(engine, epoch, now_ns)
         arrival = engine.updates.arrive(updates.number)
         if arrival is Arrival.DUPLICATE:
             return
@@ -369,15 +370,16 @@ class AdmissionCore:
         if beat.kind is not ServiceKind.SCHEDULER or beat.engine is None:
             return
         engine = self.engines.on_beat(beat, now_ns)
-        if beat.epoch < engine.epoch:
+        epoch = (beat.generation, beat.epoch)
+        if epoch < engine.epoch:
             return
-        self._see_epoch(engine, beat.epoch, now_ns)
+        self._see_epoch(engine, epoch, now_ns)
         for mark in beat.streams:
             if mark.name == self.admission_id and engine.updates.behind(mark.number):
                 engine.updates.restart(mark.number)
                 self._resubmit_all(engine, now_ns)
 
-    def _see_epoch(self, engine: Engine, epoch: int, now_ns: int) -> None:
+    def _see_epoch(self, engine: Engine, epoch: tuple[int, int], now_ns: int) -> None:
         """A higher epoch: its scheduler may know nothing of what is open there, and its stream
         begins anew.
         """

@@ -17,10 +17,14 @@ SUSPECT_AFTER_NS: Final = SUSPECT_AFTER_BEATS * BEAT_PERIOD_MS * 1_000_000
 
 @dataclass(slots=True)
 class Engine:
-    """`updates`: its numbered stream to this admission, which begins anew with every epoch."""
+    """`updates`: its numbered stream to this admission, which begins anew with every epoch.
+
+    epoch: (generation, epoch), of which the pair only grows: after a restart of worker and
+    scheduler together, epochs count from 1 again, in a higher generation.
+    """
 
     engine_id: str
-    epoch: int = 0
+    epoch: tuple[int, int] = (0, 0)
     load: EngineLoad | None = None
     last_beat_ns: int = 0
     updates: StreamReceiver = field(default_factory=StreamReceiver)

@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
+from services.contracts.errors import WireError
+
 MAX_INBOX: Final = 65_536
 MAX_BATCH: Final = 256
 
@@ -88,7 +90,8 @@ class Actor(Generic[E, F]):
         if wake_at_ns is None:
             await self._arrived.wait()
             return
-        delay_s = (wake_at_ns - time.monotonic_ns()) / 1e9
+        # Event loops count in milliseconds: rounding down would spin through the last one.
+        delay_s = -((time.monotonic_ns() - wake_at_ns) // 1_000_000) / 1000
         if delay_s <= 0:
             await asyncio.sleep(0)
             return
@@ -98,7 +101,13 @@ class Actor(Generic[E, F]):
 
     async def _turn(self) -> None:
         for _ in range(min(len(self._inbox), MAX_BATCH)):
-            for effect in self._core.handle(self._inbox.popleft(), time.monotonic_ns()):
+            try:
+                effects = self._core.handle(self._inbox.popleft(), time.monotonic_ns())
+            except WireError:
+                # A well-formed message with a column that is not: cores look before they change.
+                self.dropped["wire"] += 1
+                continue
+            for effect in effects:
                 await self._perform(effect)
         wake_at_ns = self._core.wake_at_ns
         now_ns = time.monotonic_ns()

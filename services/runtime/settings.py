@@ -32,6 +32,7 @@ _ID: Final = r"[A-Za-z0-9_-]{1,64}"
 _PREFIX: Final = rf"{_ID}(\.{_ID}){{0,7}}"
 _URL: Final = r"(|nats://[^\s,]+(,nats://[^\s,]+)*)"
 _LOOPBACK: Final = "127.0.0.1"
+DEFAULT_MAX_NUM_SEQS: Final = 64
 
 Value = str | int | float
 
@@ -73,7 +74,9 @@ class Settings:
     step_ms: float = _knob(5.0, "length of a stub worker's step, ms", low=0.0, high=60_000.0)
     threads: int = _knob(0, "threads of the worker's kernels, 0: all cores", low=0, high=1024)
 
-    max_num_seqs: int = _knob(64, "sequences that run at once", low=1, high=limits.MAX_LANES)
+    max_num_seqs: int = _knob(
+        DEFAULT_MAX_NUM_SEQS, "sequences that run at once", low=1, high=limits.MAX_LANES
+    )
     max_num_batched_tokens: int = _knob(512, "tokens in one step", low=1, high=131_072)
     max_model_len: int = _knob(
         0, "tokens of a sequence, 0: the model's", low=0, high=limits.MAX_MODEL_LEN
@@ -175,10 +178,14 @@ def load(
 
 
 def _fit_lanes(values: dict[str, Value], origins: dict[str, str]) -> None:
-    """A small token budget lowers `max_num_seqs` where nobody has set it: a step decodes every lane."""
+    """A small token budget lowers `max_num_seqs` where nobody has set it.
+
+    A step decodes every lane, so the budget must not be below it.
+    """
     budget = values.get("max_num_batched_tokens")
-    default = next(knob.default for knob in knobs() if knob.name == "max_num_seqs")
-    if "max_num_seqs" not in values and isinstance(budget, int) and 1 <= budget < default:
+    if "max_num_seqs" in values or not isinstance(budget, int):
+        return
+    if 1 <= budget < DEFAULT_MAX_NUM_SEQS:
         values["max_num_seqs"] = budget
         origins["max_num_seqs"] = "default, lowered to max_num_batched_tokens"
 

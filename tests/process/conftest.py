@@ -82,14 +82,16 @@ def small_steps_mesh(
 def small_pool_mesh(
     tmp_path_factory: pytest.TempPathFactory, cache: Path, model_path: Path
 ) -> Iterator[Mesh]:
-    """The embedded model in float32; 2,048 tokens a step, 89 blocks of 32, where the golden cases
-    need 108.
+    """The embedded model in float32; 2,048 tokens a step, 99 blocks of 32.
+
+    The golden cases join with 85 blocks, one more each as a margin, and end with 107: some of them
+    have to give way.
     """
     yield from running(
         tmp_path_factory.mktemp("small-pool"),
         cache,
         *("--dtype", "float32", "--max-num-batched-tokens", "2048", "--block-size", "32"),
-        *("--max-num-seqs", "16", "--num-blocks", "90"),
+        *("--max-num-seqs", "16", "--num-blocks", "100"),
     )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from scheduler_svc.lease import LOOKUP_WAIT_NS
 from services.contracts import codec
 from services.contracts.errors import ErrorCode
-from services.contracts.kv import KvDelta, KvStatus, LeaseReply, LeaseRequest, LookupReply, LookupRequest
+from services.contracts.kv import (
+    KvDelta,
+    KvStatus,
+    LeaseReply,
+    LeaseRequest,
+    LookupReply,
+    LookupRequest,
+)
 from services.contracts.public import FinishReason
 from services.contracts.sampling import SamplingParams
 from services.contracts.vectors import pack, unpack
