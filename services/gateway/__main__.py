@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import sys
@@ -71,7 +72,9 @@ async def run(settings: Settings) -> int:
         listener = _listen(settings.http_host, settings.http_port)
     except OSError as error:
         address = f"{settings.http_host}:{settings.http_port}"
-        report_fatal("E410", f"cannot listen on {address}: {error.strerror}", "--http-port 0")
+        taken = error.errno == errno.EADDRINUSE
+        fix = "--http-port 0 picks a free one" if taken else "--http-host 127.0.0.1"
+        report_fatal("E410", f"cannot listen on {address}: {error.strerror or error}", fix)
         return 1
     nats_url = settings.nats_url or DEFAULT_URL
     client = Client(
@@ -97,7 +100,7 @@ async def _serve(settings: Settings, client: Client, listener: socket.socket) ->
     hear = _beat_handler(view)
     for kind in (ServiceKind.SCHEDULER, ServiceKind.ADMISSION):
         await bus.subscribe(subjects.any_beat(kind.value), hear)
-    await bus.serve("gateway", "OpenAI-compatible HTTP edge", [])
+    await bus.serve("streetcar-gateway", "Streetcar: the OpenAI-compatible HTTP edge", [])
     gateway = Gateway(client, view, body_limit=client.max_payload)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -42,15 +42,15 @@ class Core(Protocol[Event, Effect]):
 class Actor(Generic[E, F]):
     """Runs one core. `perform` does an effect; it may await the bus, never another event.
 
-    after_turn: called after each batch with the number of events still queued and the time -> an
-    event of its own, or None; for cores that answer many events at once.
+    after_turn: called after each batch with the number of events still queued, for services that
+    answer many events at once; it may touch the core, since no event is being handled.
     """
 
     def __init__(
         self,
         core: Core[E, F],
         perform: Callable[[F], Awaitable[None]],
-        after_turn: Callable[[int, int], E | None] | None = None,
+        after_turn: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._core = core
         self._perform = perform
@@ -66,6 +66,10 @@ class Actor(Generic[E, F]):
             self.dropped["inbox_full"] += 1
             return
         self._inbox.append(event)
+        self._arrived.set()
+
+    def wake(self) -> None:
+        """Take a turn although nothing has arrived."""
         self._arrived.set()
 
     def stop(self) -> None:
@@ -115,7 +119,4 @@ class Actor(Generic[E, F]):
             for effect in self._core.tick(now_ns):
                 await self._perform(effect)
         if self._after_turn is not None:
-            event = self._after_turn(len(self._inbox), now_ns)
-            if event is not None:
-                for effect in self._core.handle(event, now_ns):
-                    await self._perform(effect)
+            await self._after_turn(len(self._inbox))

@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import services
-from services.runtime.nats_server import NatsServer, NatsServerError
+from services.runtime.nats_server import NatsServer, NatsServerError, require_server
 from services.runtime.problem import Problem
 from services.runtime.restarts import RestartPolicy
 from services.runtime.settings import ENV_PREFIX, HTTP_PORT_VARIABLE, Settings
@@ -32,6 +32,7 @@ from services.runtime.supervisor import (
     ServiceSpec,
     Supervisor,
     SupervisorEvent,
+    how_ended,
 )
 
 BUS: Final = "nats"
@@ -92,6 +93,8 @@ class Cluster:
         try:
             if self._settings.embedded_nats:
                 await self._start_bus()
+            else:
+                await require_server(self._settings.nats_url)
             self._supervisor = Supervisor(
                 [
                     ServiceSpec(name, (sys.executable, "-P", "-m", module))
@@ -187,8 +190,7 @@ class Cluster:
     async def _keep_bus(self, bus: NatsServer) -> None:
         policy = RestartPolicy()
         while True:
-            code = await bus.wait()
-            reason = f"it exited with {code}"
+            reason = how_ended(await bus.wait())
             self._emit_bus("died", reason)
             while True:
                 delay = policy.on_death(time.monotonic(), was_ready=False)
@@ -197,6 +199,7 @@ class Cluster:
                     return
                 self._emit_bus("restarting", f"in {delay:.2g} s: {reason}")
                 await asyncio.sleep(delay)
+                self._emit_bus("starting")
                 try:
                     await bus.start()
                     break

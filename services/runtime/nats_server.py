@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Self
+from urllib.parse import urlsplit
 
 from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.runtime.launch import launch_command
@@ -29,6 +30,8 @@ MAX_PINGS_OUT: Final = 2
 LOG_BYTES: Final = 8 * 1024 * 1024
 READY_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 3.0
+FIND_TIMEOUT_S: Final = 3.0
+_DEFAULT_PORT: Final = 4222
 _POLL_S: Final = 0.01
 _LOG_TAIL_LINES: Final = 5
 _LOG_LINE_CHARS: Final = 300
@@ -195,17 +198,11 @@ class NatsServer:
         """Wait for the server's first line, `INFO {...}`, on its port."""
         while True:
             try:
-                reader, writer = await asyncio.open_connection(self._host, self._port)
+                greets = await _greets(self._host, self._port)
             except ConnectionError:
                 await asyncio.sleep(_POLL_S)
                 continue
-            try:
-                line = await reader.readline()
-            finally:
-                writer.close()
-                with contextlib.suppress(ConnectionError):
-                    await writer.wait_closed()
-            if line.startswith(b"INFO "):
+            if greets:
                 return
             raise NatsServerError(f"port {self._port} answers, but not as a nats-server")
 
@@ -217,6 +214,42 @@ class NatsServer:
         lines = [line for line in text.splitlines() if line.startswith(f"[{self.pid}]")]
         serious = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
         return "\n".join(line[:_LOG_LINE_CHARS] for line in serious[-_LOG_TAIL_LINES:])
+
+
+async def require_server(urls: str) -> None:
+    """Return if a server of the comma-separated `urls` answers; raises Problem if none does."""
+    reasons = []
+    for url in urls.split(","):
+        parts = urlsplit(url)
+        try:
+            host, port = parts.hostname or "", parts.port or _DEFAULT_PORT
+            async with asyncio.timeout(FIND_TIMEOUT_S):
+                if await _greets(host, port):
+                    return
+            reason = "something answers, but it is no nats-server"
+        except TimeoutError:
+            reason = f"no answer within {FIND_TIMEOUT_S:g} s"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+        # What comes before the host may be a password.
+        reasons.append(f"nats://{parts.netloc.rpartition('@')[2]}: {reason}")
+    raise Problem(
+        "E202",
+        "Bus cannot be reached",
+        cause="; ".join(reasons),
+        fix="start that nats-server, or leave --nats out for an embedded one",
+    )
+
+
+async def _greets(host: str, port: int) -> bool:
+    """Whether a nats-server listens there: its first line is `INFO {...}`. Raises OSError."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        return (await reader.readline()).startswith(b"INFO ")
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 def server_version(binary: Path) -> str:

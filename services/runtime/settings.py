@@ -32,6 +32,8 @@ _ID: Final = r"[A-Za-z0-9_-]{1,64}"
 _PREFIX: Final = rf"{_ID}(\.{_ID}){{0,7}}"
 _URL: Final = r"(|nats://[^\s,]+(,nats://[^\s,]+)*)"
 _LOOPBACK: Final = "127.0.0.1"
+_SHORT_FLAGS: Final = {"nats_url": "--nats"}
+"""Flags that are not called after their setting."""
 DEFAULT_MAX_NUM_SEQS: Final = 64
 
 Value = str | int | float
@@ -322,7 +324,7 @@ def _variable(name: str) -> str:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return _SHORT_FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
 def _to_text(value: Value) -> str:

@@ -267,7 +267,7 @@ class _Service:
                 await readers
         was_ready = self.ready.is_set()
         self.ready.clear()
-        return was_ready, _how_ended(code)
+        return was_ready, how_ended(code)
 
     async def _read_status(self, stream: asyncio.StreamReader) -> None:
         decoder = msgspec.json.Decoder(_Status)
@@ -348,7 +348,8 @@ class _BoundedLog:
         self._file.close()
 
 
-def _how_ended(code: int) -> str:
+def how_ended(code: int) -> str:
+    """A process's end, by its return code (negative: the signal that ended it)."""
     if code >= 0:
         return f"it exited with {code}"
     try:
