@@ -180,7 +180,9 @@ class KvCore:
             case Arrival.GAP:
                 ledger.need_snapshot = True
                 return
-        if ledger.need_snapshot:
+        if ledger.need_snapshot or ledger.next_part:
+            # The rest of a snapshot is missing: what deltas speak of may be in it.
+            ledger.need_snapshot = True
             return
         if delta.commits is not None:
             self._commit(ledger, delta.commits)

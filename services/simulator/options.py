@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import get_args
+
+from scheduler_svc.policies import Batching, Margin, Policies, Queue, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Options:
     deadline: float
     reattach: float
     num_salts: int
+    policies: Policies
 
 
 def draw(rng: random.Random) -> Options:
@@ -66,4 +70,23 @@ def draw(rng: random.Random) -> Options:
         deadline=rng.choice([0.0, 0.0, 0.2]),
         reattach=rng.choice([0.0, 0.0, 0.02]),
         num_salts=rng.choice([1, 1, 3]),
+        policies=_draw_policies(rng),
+    )
+
+
+def _draw_policies(rng: random.Random) -> Policies:
+    """Half of the runs with the defaults, the rest with anything."""
+    if rng.random() < 0.5:
+        return Policies()
+    return Policies(
+        batching=rng.choice(get_args(Batching)),
+        step_kind=rng.choice(get_args(StepKind)),
+        queue=rng.choice(get_args(Queue)),
+        margin=rng.choice(get_args(Margin)),
+        itl_target_ms=rng.choice([0.0, 1.0, 6.0]),
+        batch_size=rng.choice([0, 2]),
+        max_delay_ms=rng.choice([0.0, 5.0]),
+        prefill_attempt_interval=rng.choice([1, 3, 70]),
+        prefill_any_attempt_interval=rng.choice([1, 5, 100]),
+        cache_watermark=rng.choice([0.5, 0.9]),
     )

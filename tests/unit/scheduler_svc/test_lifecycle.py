@@ -324,8 +324,7 @@ def test_a_preempted_sequence_comes_back_before_later_ones() -> None:
     rig.submit("s4", [4] * 7, 8)
     order: list[int] = []
     while rig.queue:
-        for join in rig.queue[0].join:
-            order.append(lanes_of(join.token_ids)[0])
+        order += [lanes_of(join.token_ids)[0] for join in rig.queue[0].join]
         rig.step()
     assert order[-1] == 4 or order.index(4) > order.index(3)
     assert rig.core.beat().engine.num_preemptions >= 1  # type: ignore[union-attr]
