@@ -17,7 +17,7 @@ from scheduler_svc.policies import Policies
 
 from .engine import EngineOptions
 from .scenario import Row, Setup, Variant, Workload
-from .step_time import GPUS, MODELS, LinearStepTime, RooflineStepTime
+from .step_time import LinearStepTime
 from .summary import flatten, percentiles_ms
 from .workload import Lengths, Request
 
@@ -185,9 +185,8 @@ LONG_PROMPT: Final = Preset(
 
 # ---- frontier
 
-SEQS: Final = (8, 16, 32, 64, 128, 256)
+SEQS: Final = (8, 12, 16, 24, 32, 64)
 FRONTIER_BUDGETS: Final = (256, 512, 1024, 2048, 8192)
-_ROOFLINE: Final = RooflineStepTime(GPUS["h100"], MODELS["8b"], efficiency=0.6, base_ms=0.5)
 
 
 def _frontier_variants(options: EngineOptions) -> list[Variant]:
@@ -231,13 +230,18 @@ FRONTIER: Final = Preset(
     name="frontier",
     title="p99 TTFT over throughput: max_num_seqs and max_num_batched_tokens",
     setup=Setup(
-        Workload("sharegpt", count=400, rate=40.0, seed=1),
-        EngineOptions(
-            step_time=_ROOFLINE,
-            kv_tokens=_ROOFLINE.max_kv_tokens,
-            max_num_seqs=256,
-            max_num_batched_tokens=2048,
+        # Prompts ten times as long as outputs: the token budget has something to decide.
+        Workload(
+            "log-normal",
+            count=160,
+            num_prompt_tokens=1000,
+            num_output_tokens=100,
+            prompt_sigma=0.8,
+            output_sigma=0.6,
+            rate=30.0,
+            seed=1,
         ),
+        DEEP_DIVE.setup.engine,
     ),
     variants=_frontier_variants,
     extra=_frontier_extra,

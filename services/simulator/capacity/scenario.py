@@ -14,16 +14,19 @@ from .engine import EngineOptions, run
 from .padded import run_padded
 from .record import Record
 from .summary import summarize
-from .workload import Lengths, Request
+from .workload import SHAREGPT, Lengths, LogNormal, Request
 
-WorkloadKind: TypeAlias = Literal["preset", "deep-dive", "sharegpt", "fixed", "trace"]
+WorkloadKind: TypeAlias = Literal["preset", "deep-dive", "sharegpt", "log-normal", "fixed", "trace"]
 WORKLOAD_KINDS: Final = get_args(WorkloadKind)
+MAX_TOKENS: Final = 8192
+"""Longest prompt or output that the log-normal kind draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Lengths and arrivals. preset: the lengths that the preset itself names.
 
+    num_prompt_tokens, num_output_tokens: fixed, or means of the log-normal kind with the sigmas.
     rate: Poisson arrivals per second, 0 for all at the start. period_ms: even arrivals instead.
     lengths: of the preset; trace: recorded requests.
     """
@@ -32,6 +35,8 @@ class Workload:
     count: int
     num_prompt_tokens: int = 512
     num_output_tokens: int = 128
+    prompt_sigma: float = SHAREGPT.prompt_sigma
+    output_sigma: float = SHAREGPT.output_sigma
     rate: float = 0.0
     period_ms: float = 0.0
     seed: int = 0
@@ -53,18 +58,27 @@ class Workload:
         if self.kind == "deep-dive":
             return workload.deep_dive(self.count)
         if self.kind == "sharegpt":
-            return workload.sharegpt(self.count, self.seed)
+            return workload.log_normal(self.count, SHAREGPT, self.seed)
+        if self.kind == "log-normal":
+            shape = LogNormal(*self._means, self.prompt_sigma, self.output_sigma, MAX_TOKENS)
+            return workload.log_normal(self.count, shape, self.seed)
         if self.kind == "fixed":
             return workload.fixed(self.count, self.num_prompt_tokens, self.num_output_tokens)
         return list(self.lengths)
 
     @property
+    def _means(self) -> tuple[int, int]:
+        return self.num_prompt_tokens, self.num_output_tokens
+
+    @property
     def text(self) -> str:
         """One line, for reports."""
+        prompt, output = self._means
         lengths = {
             "deep-dive": "lengths of the deep dive's generator",
             "sharegpt": f"ShareGPT-like log-normal lengths (seed {self.seed})",
-            "fixed": f"{self.num_prompt_tokens} prompt and {self.num_output_tokens} output tokens",
+            "log-normal": f"log-normal lengths around {prompt} and {output} (seed {self.seed})",
+            "fixed": f"{prompt} prompt and {output} output tokens",
         }.get(self.kind, f"lengths of the {self.kind}")
         if self.kind == "trace":
             return f"{len(self.trace)} recorded requests"
