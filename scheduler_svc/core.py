@@ -438,6 +438,8 @@ class SchedulerCore:
                 self._effects.extend(self.batch.pipeline.plans_from(reply.step_id))
 
     def _on_beat(self, beat: Beat, now_ns: int) -> None:
+        # Beats come also where nothing else does, so the log of an idle scheduler ages too.
+        self.roster.forget_old(now_ns)
         if beat.kind is ServiceKind.GPU_WORKER:
             self.link.see_epoch(beat.epoch)
             if self.link.is_ready and beat.generation != self.link.generation:

@@ -18,7 +18,7 @@ from services.runtime.problem import Problem
 if TYPE_CHECKING:
     from services.simulator.capacity.engine import EngineOptions
     from services.simulator.capacity.scenario import Setup, Workload
-    from services.simulator.capacity.step_time import StepTime
+    from services.simulator.capacity.step_time import RooflineStepTime, StepTime
 
 _WORKLOAD: Final = Group("Workload")
 _ENGINE: Final = Group("Engine")
@@ -174,7 +174,7 @@ class SimOptions:
             return replace(preset, **given)
         return LinearStepTime(**{"base_ms": 0.0, **given})
 
-    def _roofline(self) -> Any:
+    def _roofline(self) -> RooflineStepTime:
         from services.simulator.capacity.step_time import GPUS, MODELS, RooflineStepTime
 
         gpu, model = GPUS[self.gpu or _DEFAULT_GPU], MODELS[self.size or _DEFAULT_SIZE]
