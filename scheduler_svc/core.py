@@ -464,7 +464,8 @@ class SchedulerCore:
         lease, totals = self.batch.lease, self.totals
         load = EngineLoad(
             model=self.config.model,
-            ready=self.link.is_ready and lease.bound,
+            # Without its ledger it carries on from its lease, while there is one.
+            ready=self.link.is_ready and (lease.bound or bool(lease.spare)),
             max_model_len=self.max_model_len,
             num_running=self.batch.lanes.num_active,
             num_waiting=len(self.waiting),

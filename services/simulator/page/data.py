@@ -28,13 +28,13 @@ Progress: TypeAlias = Callable[[float, str], None]
 
 _MS_NS: Final = 1e6
 _STAGGER_MS: Final = 400.0
-_SIGMAS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4)
+_SIGMAS: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 _SPREAD_BATCH: Final = 16
-_SPREAD_REQUESTS: Final = 96
+_SPREAD_REQUESTS: Final = 64
 _SPREAD_MEAN: Final = 100.0
 _SPREAD_MAX: Final = 1000
 _KNEE_BATCHES: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384)
-_KNEE_MORE: Final = (448, 512, 640, 768, 896, 1024)
+_KNEE_MORE: Final = (448, 512, 576, 640, 768, 896, 1024)
 _KNEE_KV: Final = (0, 256, 512, 1024, 2048, 4096, 8192)
 _SHOWN_BEFORE_NS: Final = 100_000_000
 _SPIKES: Final = ("unchunked", "fixed-512", "adaptive")
@@ -121,7 +121,12 @@ def _padding() -> dict[str, Any]:
                 "continuous": packed.summary["output_tokens_per_s"],
             }
         )
-    return {"prompts": [5, 2, 3], "batch": _SPREAD_BATCH, "sweep": sweep}
+    return {
+        "prompts": [5, 2, 3],
+        "batch": _SPREAD_BATCH,
+        "requests": _SPREAD_REQUESTS,
+        "sweep": sweep,
+    }
 
 
 # ---- step time over batch

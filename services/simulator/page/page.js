@@ -34,11 +34,13 @@ const logarithmic = (low, high, from, to) => {
   return (value) => scale(Math.log(value));
 };
 
-function ticks(high, count) {
-  const rough = high / count;
+function ticks(high, count, low = 0) {
+  const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
-  return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => i * step);
+  const first = Math.ceil(low / step - 1e-9);
+  const last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
 }
 
 function logTicks(low, high) {
@@ -109,7 +111,7 @@ function drawGantt() {
   const blockHeight = (run) => run.lanes * cell + gap;
   const height = top + runs.reduce((sum, run) => sum + blockHeight(run), 0);
   const b = board($("#gantt .chart"), height, "Which request has which slot, step by step, for each policy");
-  const pitch = Math.min(44, b.width / end);
+  const pitch = Math.min(60, b.width / end);
   const x = (step) => step * pitch;
   let y = top;
   for (const run of runs) {
@@ -122,7 +124,7 @@ function drawGantt() {
         if (!taken.has(`${step}:${lane}`))
           b.add("rect", {
             x: x(step) + 1.5, y: y + lane * cell + 1.5, width: pitch - 3, height: cell - 3, rx: 3,
-            fill: "none", stroke: color("--line"), "stroke-dasharray": "3 3",
+            fill: "none", stroke: color("--idle"), "stroke-dasharray": "3 3",
           });
     for (const [step, lane, who] of run.cells) {
       const mark = b.add("rect", {
@@ -175,7 +177,7 @@ function drawLayouts() {
     b.add("rect", {
       x: x + 1, y: y + 1, width: cell - 2, height: cell - 2, rx: 3,
       ...(seat === null
-        ? { fill: "none", stroke: color("--line"), "stroke-dasharray": "3 3" }
+        ? { fill: "none", stroke: color("--idle"), "stroke-dasharray": "3 3" }
         : { fill: color(SEATS[seat]) }),
     });
   prompts.forEach((length, row) => {
@@ -212,12 +214,12 @@ function drawTax() {
     if (length < longest)
       b.add("rect", {
         x: x(length) + 1, y: y + 0.5, width: Math.max(0, b.width - x(length) - 1.5), height: 11, rx: 2,
-        fill: "none", stroke: color("--line"), "stroke-dasharray": "3 3",
+        fill: "none", stroke: color("--idle"), "stroke-dasharray": "3 3",
       });
   });
   const gain = point.continuous / point.static;
   $("#padding figcaption").textContent =
-    `Over ${number(data.padding.sweep[0].lengths.length * 6)} requests in groups of ` +
+    `Over ${number(data.padding.requests)} requests in groups of ` +
     `${data.padding.batch}: ${number(100 * point.waste)} % of all rows are padding. ` +
     `${number(point.static)} tokens/s padded, ${number(point.continuous)} continuous: ` +
     `${gain.toFixed(2)} times as much.`;
@@ -231,24 +233,26 @@ function drawKnee() {
   $("#kv ~ output").textContent = number(curve.kv);
   const b = board($("#knee .chart"), 320, "Step time over batch size");
   const box = { left: 44, right: b.width - 8, top: 30, bottom: 270 };
-  const high = 60;
-  const x = logarithmic(1, 1024, box.left, box.right);
+  const high = 40;
+  const most = 640;
+  const x = linear(0, most, box.left, box.right);
   const y = linear(0, high, box.bottom, box.top);
   axes(b, box, x, y, {
-    x: [1, 4, 16, 64, 256, 1024], xText: number, xTitle: "sequences in the batch",
+    x: ticks(most, b.width > 500 ? 7 : 4), xText: number, xTitle: "sequences in the batch",
     y: ticks(high, 6), yText: number, yTitle: "step time, ms",
   });
   const clipped = (points) => {
-    const inside = points.filter(([, t]) => t <= high);
+    const inside = points.filter(([n, t]) => t <= high && n <= most);
     const next = points[inside.length];
     if (!next || !inside.length) return inside;
     const [n0, t0] = inside[inside.length - 1];
+    if (next[0] > most) return inside;
     return [...inside, [n0 + ((next[0] - n0) * (high - t0)) / (next[1] - t0), high]];
   };
   data.knee.curves.forEach((each, i) => {
     b.add("path", {
       d: path(clipped(each.points).map(([n, t]) => [x(n), y(t)])), fill: "none",
-      stroke: color(i === chosen ? "--accent" : "--line"), "stroke-width": i === chosen ? 2.5 : 1.5,
+      stroke: color(i === chosen ? "--accent" : "--idle"), "stroke-width": i === chosen ? 2.5 : 1,
       "stroke-linejoin": "round",
     });
   });
@@ -261,8 +265,10 @@ function drawKnee() {
   const base = data.knee.curves[0].points[0][1];
   if (curve.doubled) {
     b.add("circle", { cx: x(curve.doubled), cy: y(2 * base), r: 5, fill: color("--accent") });
+    const onLeft = x(curve.doubled) > b.width / 2;
     b.add("text", {
-      class: "strong", x: x(curve.doubled) - 10, y: y(2 * base) - 10, "text-anchor": "end",
+      class: "strong", x: x(curve.doubled) + (onLeft ? -8 : 10), y: y(2 * base) + (onLeft ? -10 : 18),
+      "text-anchor": onLeft ? "end" : "start",
     }, `twice the step at ${number(curve.doubled)}`);
   }
   const room = curve.fits ? ` The device's memory holds ${number(curve.fits)} such sequences.` : "";
@@ -282,19 +288,20 @@ const SPIKE_TITLES = {
 
 function drawGaps() {
   const panels = data.spike.panels;
-  const panel = 118, b = board($("#gaps"), panels.length * panel + 44, "Inter-token time after a long prompt arrives");
+  const narrow = $("#gaps").clientWidth < 520;
+  const panel = narrow ? 136 : 118;
+  const b = board($("#gaps"), panels.length * panel + 44, "Inter-token time after a long prompt arrives");
   const box = { left: 44, right: b.width - 8 };
   const last = Math.max(...panels.map((each) => each.ttft)) + 60;
   const x = linear(-100, last, box.left, box.right);
   const high = Math.max(...panels.map((each) => each.worst));
   const order = ["unchunked", "fixed-512", "adaptive"];
   [...panels].sort((p, q) => order.indexOf(p.name) - order.indexOf(q.name)).forEach((each, i) => {
-    const top = 26 + i * panel, bottom = top + panel - 40;
+    const bottom = 26 + (i + 1) * panel - 40, top = bottom - 78;
     const y = linear(0, high, bottom, top);
-    const hot = each.worst > 2 * data.spike.target_ms;
     const name = each.name === "adaptive" ? `adaptive, target ${data.spike.target_ms} ms` : SPIKE_TITLES[each.name];
-    b.add("text", { class: "strong", x: box.left, y: top - 10 }, name);
-    b.add("text", { x: box.right, y: top - 10, "text-anchor": "end" },
+    b.add("text", { class: "strong", x: box.left, y: top - (narrow ? 26 : 10) }, name);
+    b.add("text", { x: narrow ? box.left : box.right, y: top - 10, "text-anchor": narrow ? "start" : "end" },
       `worst ${ms(each.worst)}, first token after ${ms(each.ttft)}`);
     for (const value of [0, Math.round(high / 2), Math.round(high)]) {
       b.add("line", { class: "grid", x1: box.left, x2: box.right, y1: y(value), y2: y(value) });
@@ -305,7 +312,7 @@ function drawGaps() {
       const left = Math.max(box.left, x(at - gap));
       const mark = b.add("rect", {
         x: left + 0.5, y: y(gap), width: Math.max(1, x(at) - left - 1), height: bottom - y(gap), rx: 1,
-        fill: color(gap > 2 * data.spike.target_ms ? "--accent" : hot ? "--calm" : "--calm"),
+        fill: color(gap > 2 * data.spike.target_ms ? "--accent" : "--calm"),
       });
       hint(mark, `${ms(gap)}, ending ${ms(at)} after the newcomer`);
     }
@@ -319,7 +326,6 @@ function drawGaps() {
   for (const value of ticks(last, b.width > 500 ? 6 : 4))
     b.add("text", { x: x(value), y: bottom, "text-anchor": "middle" }, number(value));
   b.add("text", { x: box.right, y: bottom + 18, "text-anchor": "end" }, "ms after the newcomer arrived; dashed: its first token");
-  b.add("text", { x: 0, y: bottom + 18 }, "");
 }
 
 function drawTrade() {
@@ -338,7 +344,7 @@ function drawTrade() {
   const target = data.spike.target_ms;
   b.add("rect", { x: box.left, y: box.top, width: x(target) - box.left, height: box.bottom - box.top, fill: color("--good"), opacity: 0.08 });
   b.add("path", {
-    d: path(fixed.map((each) => [x(each.itl_p99), y(each.ttft)])), fill: "none", stroke: color("--line"), "stroke-width": 1.5,
+    d: path(fixed.map((each) => [x(each.itl_p99), y(each.ttft)])), fill: "none", stroke: color("--idle"), "stroke-width": 1.5,
   });
   const named = new Set([48, 128, 512, 2048, 8192]);
   for (const each of fixed) {
@@ -378,20 +384,23 @@ function drawFrontier() {
   const low = Math.min(...late) * 0.8, high = Math.max(...late) * 1.25;
   const y = logarithmic(low, high, box.bottom, box.top);
   axes(b, box, x, y, {
-    x: ticks(Math.max(...rates), b.width > 500 ? 6 : 4).filter((v) => v >= Math.min(...rates) * 0.92),
+    x: ticks(Math.max(...rates), b.width > 500 ? 6 : 4, Math.min(...rates) * 0.92),
     xText: number, xTitle: "output tokens per second",
     y: logTicks(low, high), yText: number,
     yTitle: latency === "ttft" ? "p99 time to first token, ms" : "p99 time between tokens, ms",
   });
+  const labels = [];
   for (const each of seqsList) {
     const line = points.filter((p) => p.seqs === each).sort((p, q) => p.budget - q.budget);
     b.add("path", {
       d: path(line.map((p) => [x(p.rate), y(p[latency])])), fill: "none",
-      stroke: color(each === seqs ? "--calm" : "--line"), "stroke-width": each === seqs ? 2 : 1.25,
+      stroke: color(each === seqs ? "--calm" : "--idle"), "stroke-width": each === seqs ? 2 : 1.25,
     });
     if (latency === "ttft" && line.length) {
-      const end = line[0];
-      b.add("text", { x: x(end.rate) - 8, y: y(end[latency]) + 4, "text-anchor": "end" }, number(each));
+      const at = [x(line[0].rate) - 8, y(line[0][latency]) + 4];
+      while (labels.some(([left, top]) => Math.abs(left - at[0]) < 24 && Math.abs(top - at[1]) < 13)) at[1] += 13;
+      labels.push(at);
+      b.add("text", { x: at[0], y: at[1], "text-anchor": "end" }, number(each));
     }
   }
   for (const p of points) {
@@ -442,7 +451,7 @@ function drawAll() {
   drawFrontier();
 }
 
-slider("#sigma", data.padding.sweep.length, Math.min(8, data.padding.sweep.length - 1), drawTax);
+slider("#sigma", data.padding.sweep.length, Math.min(4, data.padding.sweep.length - 1), drawTax);
 slider("#kv", data.knee.curves.length, 0, drawKnee);
 slider("#seqs", seqsList.length, Math.min(3, seqsList.length - 1), drawFrontier);
 slider("#budget", budgetList.length, Math.min(2, budgetList.length - 1), drawFrontier);

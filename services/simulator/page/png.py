@@ -51,9 +51,8 @@ def _gantt(figure: Any, data: Mapping[str, Any]) -> None:
     end = max(run["end"] for run in runs)
     for axis, run in zip(figure.subplots(len(runs), 1, sharex=True), runs, strict=True):
         for step in range(round(run["end"])):
-            idle = [(lane, _IDLE) for lane in range(run["lanes"])]
-            for lane, edge in idle:
-                axis.barh(lane, 0.92, left=step + 0.04, color="none", edgecolor=edge, ls="--")
+            for lane in range(run["lanes"]):
+                axis.barh(lane, 0.92, left=step + 0.04, color="none", edgecolor=_IDLE, ls="--")
         for step, lane, owner in run["cells"]:
             axis.barh(lane, 0.92, left=step + 0.04, color=_SEATS[owner])
             axis.text(step + 0.5, lane, "ABCDE"[owner], ha="center", va="center", color="white")
@@ -82,8 +81,7 @@ def _knee(figure: Any, data: Mapping[str, Any]) -> None:
         batch, ms = zip(*curve["points"], strict=True)
         axis.plot(batch, ms, label=f"{curve['kv']:,} KV tokens each")
     axis.axvline(data["ridge"], color=_CALM, ls="--", label=f"ridge: {data['ridge']:.0f}")
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="sequences in the batch", ylabel="step time, ms", ylim=(0, 60))
+    axis.set(xlabel="sequences in the batch", ylabel="step time, ms", xlim=(0, 640), ylim=(0, 40))
     axis.set_title(data["text"], fontsize=9)
     axis.legend(frameon=False, fontsize=8)
 
