@@ -31,7 +31,10 @@ COMMANDS: Final = {
     "ps": ("services.cli.ps:ps", "Services that are alive, and what they carry."),
     "check": ("services.cli.check:check", "Score reference tokens, or measure perplexity."),
     "bench": ("services.cli.bench:app", "Measure the mesh."),
-    "sim": ("services.cli.sim:sim", "Plan capacity on the real scheduler, or replay fault histories."),
+    "sim": (
+        "services.cli.sim:sim",
+        "Plan capacity on the real scheduler, or replay fault histories.",
+    ),
     "doctor": ("services.cli.doctor:doctor", "Check this machine and say what to mend."),
     "health": ("services.cli.health:health", "Wait for a heartbeat of a kind of service."),
     "models": ("services.cli.models:app", "Models: pull, list, path."),

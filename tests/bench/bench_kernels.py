@@ -107,9 +107,10 @@ def bench_attention(case: AttentionCase, native: NativeKernels) -> None:
     first = case.context - case.seqlen_q + 1
     visible = case.seqlen_q * (first + case.context) / 2
     flops = NUM_LAYERS * case.num_seqs * visible * q.shape[1] * case.head_dim * 4
-    name = f"attention {case.num_seqs} x {case.seqlen_q} over {case.context}, D {case.head_dim}"
+    shape_text = f"{case.num_seqs} x {case.seqlen_q} over {case.context}, {case.head_dim}"
     seconds = alternate(lambda: run("torch"), lambda: run("cpu"))
-    report(f"{name}, {case.dtype}"[:44].replace("torch.", ""), seconds, num_bytes, flops)
+    name = f"attention {shape_text}, {case.dtype}".replace("torch.", "")
+    report(name, seconds, num_bytes, flops)
 
 
 def bench_linear(rows: int, dtype: torch.dtype, native: NativeKernels) -> None:
