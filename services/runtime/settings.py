@@ -90,6 +90,12 @@ class Settings:
     num_blocks: int = _knob(
         1024, "KV blocks, the null block included", low=2, high=limits.MAX_BLOCKS
     )
+    host_blocks: int = _knob(
+        0, "KV blocks in host memory, where evicted ones go", low=0, high=limits.MAX_BLOCKS
+    )
+    tenant_cache_share: float = _knob(
+        1.0, "part of the cached blocks that one tenant may have", low=0.0, high=1.0
+    )
 
     http_host: str = _knob(_LOOPBACK, "address of the HTTP gateway", pattern=r"[^\s]{1,255}")
     http_port: int = _knob(0, "port of the HTTP gateway, 0: a free one", low=0, high=65_535)
