@@ -65,7 +65,7 @@ class Mirror:
         rows = self.rows
         if plan.reset:
             rows.active[:] = False
-        for lane in unpack(plan.leave).tolist():
+        for lane in self._lanes(plan.leave).tolist():
             _require(bool(rows.active[lane]), f"lane {lane} leaves but is empty")
             rows.active[lane] = False
         for join in plan.join:
@@ -75,6 +75,14 @@ class Mirror:
         for lane, block_id in zip(lanes.tolist(), blocks.tolist(), strict=True):
             self._append_block(lane, block_id)
         return self._schedule(plan)
+
+    def _lanes(self, vector: bytes) -> Int32Array:
+        """int32 [n] lanes, each of which exists and is named once."""
+        lanes = unpack(vector)
+        exist = (lanes >= 0) & (lanes < self.rows.num_lanes)
+        _require(bool(exist.all()), "it names a lane that does not exist")
+        _require(len(set(lanes.tolist())) == len(lanes), "it names a lane twice")
+        return lanes
 
     def _join(self, join: LaneJoin) -> None:
         rows, lane = self.rows, join.lane
@@ -108,8 +116,9 @@ class Mirror:
 
     def _schedule(self, plan: StepPlan) -> Scheduled:
         rows = self.rows
-        chunk_lanes, chunk_tokens = unpack(plan.chunk_lanes), unpack(plan.chunk_tokens)
-        hold = unpack(plan.hold)
+        chunk_lanes, chunk_tokens = self._lanes(plan.chunk_lanes), unpack(plan.chunk_tokens)
+        _require(len(chunk_lanes) == len(chunk_tokens), "chunk columns differ in length")
+        hold = self._lanes(plan.hold)
         decoding = rows.active.copy() if plan.decode else np.zeros_like(rows.active)
         _require(bool(rows.active[chunk_lanes].all()), "a chunk names an empty lane")
         decoding[chunk_lanes] = False

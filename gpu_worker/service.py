@@ -29,7 +29,7 @@ from services.models.errors import ModelFileError
 from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.log import get_logger, report_progress, report_ready
 from services.runtime.problem import Problem
-from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
 from services.runtime.settings import Settings
 
 from .executor import EngineShape, Executor, Model
@@ -220,9 +220,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     report_progress(0.0, "starting")
     # Milliseconds since 1970: a generation only has to be higher than every one before it.
     generation = time.time_ns() // 1_000_000
-    executor = await asyncio.to_thread(build_executor, settings, generation)
+    loading = asyncio.to_thread(build_executor, settings, generation)
+    executor = await unless_stopped(stopping, loading)
     names, engine = subjects(settings), settings.engine_id
-    bus = await connect(settings, settings.worker_id)
+    bus = await connect(settings, settings.worker_id, stopping)
     service = WorkerService(executor, bus, names.result(engine))
     await bus.subscribe(names.plan(engine), service.on_plan)
     await bus.serve(

@@ -123,6 +123,9 @@ class Ledger:
             case Arrived.GAP:
                 self.need_snapshot = True
                 return
+        if self.next_part:
+            # Parts and deltas come in order: the rest of the snapshot is lost.
+            self.need_snapshot, self.next_part = True, 0
         if self.need_snapshot:
             return
         # Copies first: what is committed or released in the same delta may rest on them.

@@ -71,7 +71,7 @@ class KvService:
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     names = subjects(settings)
-    bus = await connect(settings, settings.kv_store_id)
+    bus = await connect(settings, settings.kv_store_id, stopping)
     core = KvCore(settings.kv_store_id, settings.tenant_cache_share)
     service = KvService(core, bus)
     endpoint = Endpoint("ledger", names.any_kv, service.on_message, queue="kv_store")

@@ -14,11 +14,13 @@ from services.contracts.vectors import pack
 
 from .lanes import LaneTable
 from .lease import Lease, Pool, low_water_blocks
-from .pipeline import NEVER_NS, Pipeline
-from .planning import Planner, Shape, Step
+from .pipeline import Pipeline
+from .planning import Experience, Planner, Shape, Step
+from .policies import Policies
 from .reclaim import Reclaim
 from .results import Ended, apply_result
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .times import NEVER_NS
 from .updates import UpdateLog
 from .waiting import WaitingQueue
 
@@ -28,7 +30,14 @@ SILENT_STEPS = 2
 class Batch:
     """See the module. `waiting` outlives the batch: what ran here waits there again."""
 
-    def __init__(self, pool: Pool, shape: Shape, waiting: WaitingQueue) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        shape: Shape,
+        waiting: WaitingQueue,
+        policies: Policies,
+        experience: Experience,
+    ) -> None:
         self.pool = pool
         self.waiting = waiting
         low_water = low_water_blocks(
@@ -36,8 +45,9 @@ class Batch:
         )
         self.lanes = LaneTable(shape.max_num_seqs, shape.max_model_len)
         self.lease = Lease(pool, low_water)
-        self.planner = Planner(self.lanes, self.lease, waiting, shape)
-        self.pipeline = Pipeline()
+        self.experience = experience
+        self.planner = Planner(self.lanes, self.lease, waiting, shape, policies, experience)
+        self.pipeline = Pipeline(experience.times)
         self.reclaim = Reclaim()
         self.num_preempted = 0
         self._leaving: list[int] = []
@@ -55,6 +65,8 @@ class Batch:
             times.append(self.lease.open_lease.give_up_ns)
         if not self._stalled:
             times.append(self.pipeline.may_publish_at_ns())
+        elif not self.pipeline.steps:
+            times.append(self.planner.group_due_ns())
         return min(times, default=NEVER_NS)
 
     def stir(self) -> None:
@@ -95,7 +107,7 @@ class Batch:
         plans: list[StepPlan] = []
         while not self._stalled and now_ns >= self.pipeline.may_publish_at_ns():
             self._vacate_full()
-            step = self.planner.fill(self.pipeline.next_step_id, updates.index)
+            step = self.planner.fill(self.pipeline.next_step_id, updates.index, now_ns)
             for seq in step.started:
                 updates.add_started(seq)
             if len(step.lanes):
@@ -132,6 +144,7 @@ class Batch:
             epoch=self.pool.epoch,
             number=step.step_id,
             step_id=step.step_id,
+            decode=step.decode,
             reset=self._reset,
             leave=pack(self._leaving),
             join=step.joins,

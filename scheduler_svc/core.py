@@ -8,7 +8,7 @@ Pure: no clock, no bus; time is `now_ns`, monotonic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from services.contracts.beats import Beat, EngineLoad, ServiceKind, StreamMark
@@ -24,10 +24,11 @@ from .batch import Batch
 from .events import AbortAsked, DrainAsked, Effect, Event, Note, Reply, Submitted, WorkerSilent
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
-from .pipeline import NEVER_NS
-from .planning import Shape, Step
+from .planning import Experience, Shape, Step
+from .policies import Policies
 from .roster import Roster
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .times import NEVER_NS
 from .totals import Totals
 from .updates import UpdateLog
 from .waiting import WaitingQueue
@@ -55,6 +56,7 @@ class SchedulerConfig:
     max_model_len: int = 0
     max_join_bytes: int = MAX_PAYLOAD_BYTES // 2
     prefix_caching: bool = True
+    policies: Policies = field(default_factory=Policies)
 
 
 class SchedulerCore:
@@ -66,6 +68,7 @@ class SchedulerCore:
         self.roster = Roster()
         self.waiting = WaitingQueue()
         self.totals = Totals()
+        self.experience = Experience()
         self.draining = False
         self.max_model_len = 0
         self.updates = UpdateLog(config.engine)
@@ -89,6 +92,8 @@ class SchedulerCore:
         if attach is not None:
             self._effects.append(attach)
         if self.link.is_ready:
+            # The time itself may be what was waited for: a group's patience is over.
+            self.batch.stir()
             self._give_up_late(now_ns)
             if now_ns >= self.batch.pipeline.poll_at_ns:
                 self._poll(now_ns)
@@ -179,6 +184,7 @@ class SchedulerCore:
     def _admit(self, message: SubmitSequence, now_ns: int) -> None:
         seq = self.roster.admit(message, now_ns)
         self.totals.num_prompt_tokens += seq.num_prompt_tokens
+        self.experience.counters.arrive(seq.salt)
         self.updates.admission_index(seq.admission_id)
         self.waiting.add(seq)
 
@@ -220,6 +226,9 @@ class SchedulerCore:
             self._drop_lookup(seq)
             self.waiting.remove(seq)
         seq.move(SequenceStatus.FINISHED)
+        self.experience.counters.add(seq.salt, seq.num_output_tokens)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.experience.outputs.observe(seq.num_output_tokens)
         self.roster.finish(seq, (reason, code, message))
         self.updates.add_finished(seq, reason, code, message)
         self.batch.return_blocks(seq)
@@ -354,7 +363,7 @@ class SchedulerCore:
         shape = Shape(
             lanes, self.max_model_len, config.max_num_batched_tokens, config.max_join_bytes
         )
-        self.batch = Batch(pool, shape, self.waiting)
+        self.batch = self._new_batch(pool, shape)
         # A new epoch numbers its updates anew; admissions resubmit what they have open there.
         self.updates = UpdateLog(config.engine)
         for seq in self.roster.live():
@@ -395,7 +404,10 @@ class SchedulerCore:
 
     def _empty_batch(self) -> Batch:
         """Stands in while there is no worker: one lane, no blocks to take."""
-        return Batch(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1, 1), self.waiting)
+        return self._new_batch(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1, 1))
+
+    def _new_batch(self, pool: Pool, shape: Shape) -> Batch:
+        return Batch(pool, shape, self.waiting, self.config.policies, self.experience)
 
     def _poll(self, now_ns: int) -> None:
         pipeline = self.batch.pipeline

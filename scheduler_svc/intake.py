@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.contracts.errors import ErrorCode
 from services.contracts.sequences import SubmitSequence
 
-from .policy import never_fits
+from .policies.fit import never_fits
 
 
 @dataclass(frozen=True, slots=True)

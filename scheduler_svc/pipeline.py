@@ -14,19 +14,19 @@ from services.contracts.step import StepPlan
 from .planning import Step
 from .sequence import Sequence
 from .step_time import Lead, StepTimeModel
+from .times import NEVER_NS
 
 POLL_AFTER_NS: Final = 250_000_000
 POLL_AFTER_PREDICTED: Final = 4
-NEVER_NS: Final = 2**62
 
 
 class Pipeline:
     """Times are on the clock of `now_ns`. `steps`: in flight, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: StepTimeModel) -> None:
         self.steps: deque[Step] = deque()
         self.plans: deque[StepPlan] = deque(maxlen=KEPT_PLANS)
-        self.model = StepTimeModel()
+        self.model = times
         self.lead = Lead()
         self.next_step_id = 1
         self.last_result_ns = 0
@@ -41,7 +41,8 @@ class Pipeline:
         if len(self.steps) >= MAX_STEPS_IN_FLIGHT:
             return NEVER_NS
         running = self.steps[0]
-        return running.started_ns + self.model.predict_ns(running.num_tokens) - self.lead.ns
+        predicted_ns = self.model.predict_ns(running.num_tokens, running.num_kv_tokens)
+        return running.started_ns + predicted_ns - self.lead.ns
 
     def publish(self, step: Step, plan: StepPlan, now_ns: int) -> None:
         assert len(self.steps) < MAX_STEPS_IN_FLIGHT
@@ -55,7 +56,7 @@ class Pipeline:
     def finish(self, elapsed_us: int, waited_us: int, now_ns: int) -> Step:
         """The oldest step's result has arrived."""
         step = self.steps.popleft()
-        self.model.observe(step.num_tokens, elapsed_us * 1000)
+        self.model.observe(step.num_tokens, step.num_kv_tokens, elapsed_us * 1000)
         if step.started_ns != step.published_ns:
             # Only a step with a predecessor can tell whether its plan came early enough.
             self.lead.observe(waited_us * 1000)
@@ -90,5 +91,6 @@ class Pipeline:
         if not self.steps:
             self._poll_at_ns = NEVER_NS
             return
-        predicted = self.model.predict_ns(self.steps[0].num_tokens)
+        step = self.steps[0]
+        predicted = self.model.predict_ns(step.num_tokens, step.num_kv_tokens)
         self._poll_at_ns = now_ns + max(POLL_AFTER_NS, POLL_AFTER_PREDICTED * predicted)

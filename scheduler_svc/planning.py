@@ -2,7 +2,7 @@
 
 Order: one token for each decoding lane; chunks of sequences that are still catching up, oldest
 first; new sequences while lanes, the token budget and the KV margin allow. A lane without its block
-is held, never waited for.
+is held, never waited for. What may differ is asked of `policies/`.
 
 Pure.
 """
@@ -19,8 +19,16 @@ from services.contracts.vectors import Int32Array
 
 from .lanes import LaneTable
 from .lease import Lease
-from .policy import may_join
-from .sequence import Sequence, SequenceStatus
+from .policies import Policies
+from .policies.batching import Door, group_due_ns, may_join
+from .policies.fit import peak_tokens, watermark_blocks
+from .policies.margin import OutputLengths
+from .policies.queueing import TokenCounters, may_pass, next_in_line
+from .policies.step_kind import MIXED, Ballot, Kind, choose_kind, wants_prefill
+from .policies.token_budget import adaptive_budget
+from .sequence import NO_LANE, Sequence, SequenceStatus
+from .step_time import StepTimeModel
+from .times import NEVER_NS
 from .waiting import WaitingQueue
 
 
@@ -34,12 +42,22 @@ class Shape(NamedTuple):
 
 
 @dataclass(slots=True)
+class Experience:
+    """What policies learn, whatever epoch it was: output lengths, step times, tokens by tenant."""
+
+    outputs: OutputLengths = field(default_factory=OutputLengths)
+    times: StepTimeModel = field(default_factory=StepTimeModel)
+    counters: TokenCounters = field(default_factory=TokenCounters)
+
+
+@dataclass(slots=True)
 class Step:
     """What one step does, and the lane map that its result is read against.
 
     lanes, counts: int32, lanes that compute and num_scheduled_tokens of each; sampled: those that
     end with a token.
     started: sequences that run for the first time.
+    decode: whether lanes that it does not name advance. num_kv_tokens: that it reads, in all lanes.
     departed: sequences that left their lane while the step was under way, by lane.
     """
 
@@ -54,6 +72,8 @@ class Step:
     started: list[Sequence]
     appended: list[tuple[int, int]]
     departed: dict[int, Sequence] = field(default_factory=dict)
+    decode: bool = True
+    num_kv_tokens: int = 0
     published_ns: int = 0
     started_ns: int = 0
 
@@ -65,36 +85,78 @@ class Step:
 class Planner:
     """Fills steps from lanes, queue and lease; owns the order of those that are still catching up.
 
-    starved: in the last step a running sequence lacked a block.
+    starved: in the last step a running sequence lacked a block. votes: of the other schedulers of
+    the data-parallel group, for prefill attempts.
     """
 
-    def __init__(self, lanes: LaneTable, lease: Lease, waiting: WaitingQueue, shape: Shape) -> None:
+    def __init__(
+        self, lanes: LaneTable, lease: Lease, waiting: WaitingQueue, shape: Shape,
+        policies: Policies, experience: Experience,
+    ) -> None:  # fmt: skip
         self.lanes = lanes
         self.lease = lease
         self.waiting = waiting
-        self.max_num_batched_tokens = shape.max_num_batched_tokens
-        self.max_join_bytes = shape.max_join_bytes
+        self.shape = shape
+        self.policies = policies
+        self.experience = experience
         self.catching_up: list[Sequence] = []
         self.starved = False
+        self.votes: tuple[bool, ...] = ()
+        self._num_decode_steps = 0
+        self._group_left = 0
         self._held: list[int] = []
         self._appended: list[tuple[int, int]] = []
         self._joins: list[LaneJoin] = []
         self._chunks: list[tuple[int, int]] = []
         self._started: list[Sequence] = []
 
-    def fill(self, step_id: int, admission_index: dict[str, int]) -> Step:
-        """Advance the planned columns by one step -> the step (which may hold everything and
-        compute nothing).
-        """
+    def fill(self, step_id: int, admission_index: dict[str, int], now_ns: int) -> Step:
+        """Advance the planned columns by one step -> the step, which may compute nothing."""
         self._held, self._appended, self._joins, self._chunks = [], [], [], []
         self._started = []
         self.lease.shortage = 0
         self.starved = False
-        decodes = self._decoding_lanes()
-        budget = self.max_num_batched_tokens - len(decodes)
-        budget -= self._continue_chunks(budget)
-        self._admit(budget, admission_index)
-        return self._advance(step_id, decodes)
+        kind = self._kind()
+        decodes = self._decoding_lanes() if kind.decode else np.zeros(0, dtype=np.int32)
+        if kind.prefill:
+            budget = self._budget(decodes) - len(decodes)
+            budget -= self._continue_chunks(budget)
+            self._admit(budget, admission_index, now_ns)
+        else:
+            self._held.extend(seq.lane for seq in self._behind())
+        self._num_decode_steps = self._num_decode_steps + 1 if not self._chunks else 0
+        return self._advance(step_id, decodes, kind)
+
+    # ---- what kind of step, and how large
+
+    @property
+    def wants_prefill(self) -> bool:
+        """This scheduler's vote in the group."""
+        has_prefills = bool(self._behind()) or len(self.waiting) > 0
+        usage = self.lease.num_held / max(1, self.lease.num_usable)
+        return wants_prefill(self.policies, has_prefills, usage)
+
+    def _kind(self) -> Kind:
+        if self.policies.step_kind == "mixed":
+            return MIXED
+        lanes = self.lanes
+        ballot = Ballot(
+            has_decodes=bool((lanes.active & (lanes.tokens - lanes.computed == 1)).any()),
+            has_prefills=bool(self._behind()) or len(self.waiting) > 0,
+            num_decode_steps=self._num_decode_steps,
+            wants=self.wants_prefill,
+            votes=self.votes,
+        )
+        return choose_kind(self.policies, ballot)
+
+    def _budget(self, decodes: Int32Array) -> int:
+        most = self.shape.max_num_batched_tokens
+        if not self.policies.itl_target_ms or not len(decodes):
+            return most
+        num_kv_tokens = int(self.lanes.computed[decodes].sum())
+        times = self.experience.times
+        target_ms = self.policies.itl_target_ms
+        return adaptive_budget(target_ms, most, len(decodes), num_kv_tokens, times)
 
     # ---- 1. decodes
 
@@ -115,22 +177,26 @@ class Planner:
 
     # ---- 2. sequences that are still catching up
 
+    def _behind(self) -> list[Sequence]:
+        """Those with more than one token to compute, oldest first."""
+        lanes = self.lanes
+        self.catching_up = [
+            seq
+            for seq in self.catching_up
+            if seq.lane != NO_LANE and lanes.tokens[seq.lane] - lanes.computed[seq.lane] > 1
+        ]
+        return self.catching_up
+
     def _continue_chunks(self, budget: int) -> int:
-        """Give each its chunk, oldest first -> tokens given."""
+        """Give each its chunk -> tokens given."""
         given = 0
-        behind = []
-        for seq in self.catching_up:
-            lane = seq.lane
-            if lane < 0 or self.lanes.tokens[lane] - self.lanes.computed[lane] == 1:
-                continue
-            behind.append(seq)
+        for seq in self._behind():
             chunk = self._chunk(seq, budget - given)
             if chunk:
-                self._chunks.append((lane, chunk))
+                self._chunks.append((seq.lane, chunk))
                 given += chunk
             else:
-                self._held.append(lane)
-        self.catching_up = behind
+                self._held.append(seq.lane)
         return given
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
@@ -155,31 +221,92 @@ class Planner:
 
     # ---- 3. new sequences
 
-    def _admit(self, budget: int, admission_index: dict[str, int]) -> None:
+    def _admit(self, budget: int, admission_index: dict[str, int], now_ns: int) -> None:
+        if not len(self.waiting) or budget <= 0:
+            return
+        room = self._open_door(now_ns)
+        if not room:
+            return
+        queue = self.policies.queue
+        served = self.experience.counters.served
+        passed: list[Sequence] = []
         join_bytes = 0
-        for seq in self.waiting.ready():
-            if budget <= 0 or not self.lanes.num_free or not self._fits(seq):
+        for seq in next_in_line(queue, self.waiting.ready(), served):
+            if budget <= 0 or not room or not self.lanes.num_free:
                 break
             # Joins carry whole prompts: a plan with many long ones must stay below the bus limit.
             join_bytes += 4 * seq.num_tokens
-            too_many_bytes = bool(self._joins) and join_bytes > self.max_join_bytes
-            if too_many_bytes or not self._has_first_slot(seq):
+            if self._joins and join_bytes > self.shape.max_join_bytes:
                 break
+            if not self._fits(seq) or not self._has_first_slot(seq):
+                if not may_pass(queue, seq):
+                    break
+                passed.append(seq)
+                continue
+            for other in passed:
+                other.num_passed += 1
             self.waiting.remove(seq)
             budget -= self._join(seq, budget, admission_index[seq.admission_id])
+            room -= 1
+        self._group_left = room
+
+    def _open_door(self, now_ns: int) -> int:
+        """How many may join now. A static group that has begun to join is let in whole."""
+        lanes = self.lanes
+        if self.policies.batching == "continuous":
+            return lanes.num_free
+        if self._group_left and lanes.num_active:
+            return self._group_left
+        oldest_ns = min(seq.arrival_ns for seq in self.waiting)
+        door = Door(lanes.num_active, lanes.num_lanes, len(self.waiting), now_ns - oldest_ns)
+        return may_join(self.policies, door)
+
+    def group_due_ns(self) -> int:
+        """When a group leaves although it is not full, or NEVER_NS."""
+        if self.policies.batching == "continuous" or not len(self.waiting):
+            return NEVER_NS
+        if self.lanes.num_active:
+            return NEVER_NS
+        due_ns = group_due_ns(self.policies, min(seq.arrival_ns for seq in self.waiting))
+        return NEVER_NS if due_ns is None else due_ns
 
     def _fits(self, seq: Sequence) -> bool:
+        """True where what it needs now is there, and the margin of what others will need is
+        kept.
+        """
         lease, block_size = self.lease, self.lease.block_size
         owed = sum(
             other.num_blocks_for(other.num_tokens + 1, block_size) - len(other.block_ids)
             for other in self.catching_up
-            if other.lane >= 0
+            if other.lane != NO_LANE
         )
         # The token it samples needs a slot too, unless it is its last.
         tokens = min(seq.num_tokens + 1, seq.max_total_tokens - 1)
         needed = seq.num_blocks_for(tokens, block_size) - len(seq.block_ids)
         free = lease.num_usable - lease.num_held - max(0, owed)
-        return may_join(needed, free, lease.num_usable, self.lanes.num_active)
+        margin = watermark_blocks(lease.num_usable, self.lanes.num_active)
+        if needed + margin > free:
+            return False
+        return self.policies.margin == "watermark" or self._peak_fits(seq)
+
+    def _peak_fits(self, seq: Sequence) -> bool:
+        """True where all that run, and `seq`, are expected to stay within the pool to their end."""
+        lanes = self.lanes
+        running = np.flatnonzero(lanes.active)
+        if not len(running):
+            return True
+        tokens = np.append(lanes.tokens[running], seq.num_tokens).astype(np.int32)
+        limit = np.append(lanes.limit[running], seq.max_total_tokens).astype(np.int32)
+        prompt = np.append(lanes.prompt_tokens[running], seq.num_prompt_tokens).astype(np.int32)
+        more = self.experience.outputs.expected_more(tokens - prompt, limit - tokens)
+        # Shared prefixes are held once: count what is held, not what is named.
+        block_size = self.lease.block_size
+        named = int(lanes.capacity[running].sum()) + len(seq.block_ids) * block_size
+        share = min(1.0, self.lease.num_held * block_size / max(1, named))
+        # Half a block each is what rounding up to whole blocks costs.
+        rounding = len(tokens) * (block_size // 2)
+        peak = peak_tokens((tokens * share).astype(np.int32), more) + rounding
+        return peak <= self.lease.num_usable * block_size
 
     def _has_first_slot(self, seq: Sequence) -> bool:
         if self.lease.spare or len(seq.block_ids) * self.lease.block_size > seq.num_computed_tokens:
@@ -193,6 +320,7 @@ class Planner:
             seq.num_cached_tokens = seq.num_computed_tokens
             self._started.append(seq)
         seq.move(SequenceStatus.RUNNING)
+        self.experience.counters.add(seq.salt, seq.num_tokens - seq.num_computed_tokens)
         num_computed = seq.num_computed_tokens
         lane = self.lanes.join(seq, admission, self.lease.block_size)
         appended = len(self._appended)
@@ -217,9 +345,9 @@ class Planner:
 
     # ---- the step
 
-    def _advance(self, step_id: int, decodes: Int32Array) -> Step:
-        """Move the planned columns: every computed token, and one more known token for every lane
-        that caught up.
+    def _advance(self, step_id: int, decodes: Int32Array, kind: Kind) -> Step:
+        """Move the planned columns: computed tokens, and a known one for each lane that caught
+        up.
         """
         lanes = self.lanes
         lanes.computed[decodes] += 1
@@ -245,4 +373,6 @@ class Planner:
             joins=self._joins,
             started=self._started,
             appended=self._appended,
+            decode=kind.decode,
+            num_kv_tokens=int(lanes.computed[computing].sum()),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .policy import victim
+from .policies.victim import choose_victim
 from .sequence import Sequence
 
 
@@ -29,7 +29,7 @@ class Reclaim:
         candidates = [seq for seq in running if seq is not None]
         if len(candidates) < 2:
             return None
-        self._victim = victim(candidates)
+        self._victim = choose_victim(candidates)
         return self._victim
 
     def returned(self, seq: Sequence) -> None:

@@ -19,8 +19,8 @@ from services.contracts.public import FinishReason
 from services.contracts.sequences import SubmitSequence
 from services.contracts.vectors import unpack
 
-from .pipeline import NEVER_NS
 from .sequence import Sequence, SequenceStatus
+from .times import NEVER_NS
 
 Ending: TypeAlias = tuple[FinishReason, ErrorCode | None, str]
 

@@ -60,6 +60,7 @@ class Sequence:
     hashes: chain hashes of its full blocks, as far as they were needed.
     looked_up: the ledger was asked for its prefix since it last began to wait.
     num_cached_tokens: of its first prefix hit, -1 before its first join.
+    num_passed: how many went before it because it did not fit.
     logprobs, prompt_logprobs: kept by (offset or first position) for as long as they may be asked
     for again.
     """
@@ -90,6 +91,7 @@ class Sequence:
     looked_up: bool = False
     num_cached_tokens: int = -1
     num_preemptions: int = 0
+    num_passed: int = 0
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 

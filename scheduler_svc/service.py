@@ -233,7 +233,7 @@ def config_of(settings: Settings, max_payload: int) -> SchedulerConfig:
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     names, engine = subjects(settings), settings.engine_id
-    bus = await connect(settings, settings.scheduler_id)
+    bus = await connect(settings, settings.scheduler_id, stopping)
     core = SchedulerCore(config_of(settings, bus.max_payload))
     service = SchedulerService(core, bus, names)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [

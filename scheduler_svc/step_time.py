@@ -1,5 +1,5 @@
-"""How long will a step take? t = a + b * tokens, fitted online with forgetting; and how early to
-publish a plan.
+"""How long will a step take? t = a + b * tokens + c * KV, fitted online; and when to publish a
+plan.
 
 Pure.
 """
@@ -9,6 +9,13 @@ from __future__ import annotations
 from typing import Final
 
 FORGET: Final = 0.98
+# Weight of the last estimate against new steps: keeps a slope that no recent step has tested.
+MEMORY: Final = 1e-3
+# Scales that bring the three terms near 1: tokens of a step, tokens of KV, milliseconds.
+TOKENS: Final = 1e-2
+KV: Final = 1e-4
+MS: Final = 1e-6
+
 MIN_LEAD_NS: Final = 300_000
 MAX_LEAD_NS: Final = 20_000_000
 FIRST_LEAD_NS: Final = 2_000_000
@@ -18,33 +25,65 @@ LEAD_UP: Final = 1.3
 LEAD_DOWN: Final = 0.995
 SLACK_NS: Final = 200_000
 
+_Vector = list[float]
+_Matrix = list[list[float]]
+
 
 class StepTimeModel:
-    """Least squares over (tokens, ns) with exponential forgetting: five running sums, O(1) per
-    step.
+    """Least squares with exponential forgetting, pulled weakly to the estimate before: O(1) a step.
+
+    longest_seen: most tokens of any step so far.
     """
 
-    __slots__ = ("_n", "_t", "_tt", "_ty", "_y")
-
     def __init__(self) -> None:
-        self._n = self._t = self._tt = self._y = self._ty = 0.0
+        self.longest_seen = 0
+        self._squares: _Matrix = [[0.0] * 3 for _ in range(3)]
+        self._products: _Vector = [0.0] * 3
+        self._fit: _Vector = [0.0] * 3
+        self._stale = False
 
-    def observe(self, num_tokens: int, elapsed_ns: int) -> None:
-        self._n = self._n * FORGET + 1.0
-        self._t = self._t * FORGET + num_tokens
-        self._tt = self._tt * FORGET + num_tokens * num_tokens
-        self._y = self._y * FORGET + elapsed_ns
-        self._ty = self._ty * FORGET + num_tokens * elapsed_ns
+    def observe(self, num_tokens: int, num_kv_tokens: int, elapsed_ns: int) -> None:
+        self.longest_seen = max(self.longest_seen, num_tokens)
+        x = (1.0, num_tokens * TOKENS, num_kv_tokens * KV)
+        y = elapsed_ns * MS
+        for i in range(3):
+            row = self._squares[i]
+            for j in range(3):
+                row[j] = row[j] * FORGET + x[i] * x[j]
+            self._products[i] = self._products[i] * FORGET + x[i] * y
+        self._stale = True
 
-    def predict_ns(self, num_tokens: int) -> int:
+    def predict_ns(self, num_tokens: int, num_kv_tokens: int) -> int:
         """0 before the first observation: the plan after an unknown step is published at once."""
-        if self._n == 0.0:
-            return 0
-        mean_t, mean_y = self._t / self._n, self._y / self._n
-        variance = self._tt / self._n - mean_t * mean_t
-        covariance = self._ty / self._n - mean_t * mean_y
-        slope = covariance / variance if variance > 1e-9 else 0.0
-        return max(0, round(mean_y + max(0.0, slope) * (num_tokens - mean_t)))
+        if self._stale:
+            self._refit()
+        a, b, c = self._fit
+        return max(0, round((a + b * num_tokens * TOKENS + c * num_kv_tokens * KV) / MS))
+
+    def _refit(self) -> None:
+        matrix = [row.copy() for row in self._squares]
+        products = self._products.copy()
+        for i in range(3):
+            matrix[i][i] += MEMORY
+            products[i] += MEMORY * self._fit[i]
+        a, b, c = _solve(matrix, products)
+        # A step does not get shorter by doing more: noise must not make the budget think so.
+        self._fit = [a, max(0.0, b), max(0.0, c)]
+        self._stale = False
+
+
+def _solve(m: _Matrix, v: _Vector) -> _Vector:
+    """x of m x = v, for a symmetric positive definite m of 3 rows (Gauss, no pivoting needed)."""
+    rows = [[*m[i], v[i]] for i in range(3)]
+    for i in range(3):
+        for j in range(i + 1, 3):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [rows[j][k] - factor * rows[i][k] for k in range(4)]
+    x = [0.0] * 3
+    for i in (2, 1, 0):
+        known = sum(rows[i][k] * x[k] for k in range(i + 1, 3))
+        x[i] = (rows[i][3] - known) / rows[i][i]
+    return x
 
 
 class Lead:

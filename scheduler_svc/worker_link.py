@@ -15,7 +15,7 @@ from typing import Final
 from services.contracts.errors import InvariantError
 from services.contracts.step import Attach, Attached
 
-from .pipeline import NEVER_NS
+from .times import NEVER_NS
 
 ATTACH_RETRY_NS: Final = 250_000_000
 

@@ -47,7 +47,7 @@ from services.runtime.bus import (
     RequestTimeout,
 )
 from services.runtime.log import get_logger, report_progress, report_ready
-from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
 from services.runtime.settings import Settings
 
 from .core import (
@@ -370,9 +370,9 @@ def _error_headers(error: ErrorBody) -> dict[str, str]:
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     report_progress(0.0, "loading the tokenizer")
-    text = await asyncio.to_thread(load_model_text, settings)
+    text = await unless_stopped(stopping, asyncio.to_thread(load_model_text, settings))
     names, me = subjects(settings), settings.admission_id
-    bus = await connect(settings, me)
+    bus = await connect(settings, me, stopping)
     core = AdmissionCore(
         me, {text.name: text}, MAX_OPEN_REQUESTS, first_tag=secrets.randbelow(MAX_TAG)
     )

@@ -12,7 +12,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import nats.errors
 
@@ -28,6 +28,7 @@ from services.runtime.settings import Settings, for_service
 DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 CONNECT_RETRY_S: Final = 0.2
 
+T = TypeVar("T")
 Main = Callable[[Settings, asyncio.Event], Coroutine[Any, Any, None]]
 
 
@@ -44,6 +45,8 @@ def run_service(name: str, main: Main) -> int:
     log = get_logger(name)
     try:
         _runner()(_until_signal(main, settings))
+    except Stopped:
+        return 0
     except Problem as problem:
         report_fatal(problem.code, problem.cause, problem.fix)
         return 1
@@ -55,8 +58,30 @@ def run_service(name: str, main: Main) -> int:
     return 0
 
 
-async def connect(settings: Settings, name: str) -> NatsBus:
-    """A connected bus; waits for the server as long as it takes."""
+class Stopped(Exception):
+    """The service was told to stop before it had begun to serve."""
+
+
+async def unless_stopped(stopping: asyncio.Event, work: Awaitable[T]) -> T:
+    """`work`'s result; raises Stopped as soon as `stopping` is set."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Stopped
+        return task.result()
+    finally:
+        task.cancel()
+        stopped.cancel()
+
+
+async def connect(settings: Settings, name: str, stopping: asyncio.Event) -> NatsBus:
+    """A connected bus; waits for the server as long as it takes. Raises Stopped."""
+    return await unless_stopped(stopping, _connect(settings, name))
+
+
+async def _connect(settings: Settings, name: str) -> NatsBus:
     url = settings.nats_url or DEFAULT_NATS_URL
     log = get_logger("bus")
     said = False

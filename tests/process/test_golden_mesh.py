@@ -1,5 +1,5 @@
-"""The reference's tokens from the whole mesh, all cases at once: two budgets, two block sizes, cold,
-with prefix hits, and after forced preemptions.
+"""The reference's tokens from the whole mesh, all cases at once: two budgets, two block sizes,
+cold, with prefix hits, and after forced preemptions.
 """
 
 from __future__ import annotations

@@ -312,7 +312,9 @@ async def test_a_prompt_as_long_as_the_context(stub_client: Client) -> None:
 
 
 async def test_max_tokens_is_what_the_context_leaves(narrow_mesh: Mesh) -> None:
-    """Without `max_tokens`, a pool smaller than the context must still be usable, or say why not."""
+    """Without `max_tokens`, a pool smaller than the context must still be usable, or say why
+    not.
+    """
     async with Client(narrow_mesh.nats_url) as client:
         with pytest.raises(StreetcarClientError) as caught:
             await ask(client, prompt="Hi", ignore_eos=True)

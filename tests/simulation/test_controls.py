@@ -1,6 +1,7 @@
 """The simulator must notice: each test breaks one thing on purpose, and some seed must fail.
 
-A checker that has never failed proves nothing. The first test runs some of the seeds unbroken; `test_seeds` runs them all.
+A checker that has never failed proves nothing. The first test runs some of the seeds unbroken;
+`test_seeds` runs them all.
 """
 
 from __future__ import annotations

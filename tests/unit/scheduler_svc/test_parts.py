@@ -7,7 +7,8 @@ import pytest
 
 from scheduler_svc.lanes import LaneTable
 from scheduler_svc.lease import Lease, Pool, low_water_blocks
-from scheduler_svc.policy import margin_blocks, may_join, never_fits, victim
+from scheduler_svc.policies.fit import never_fits, watermark_blocks
+from scheduler_svc.policies.victim import choose_victim
 from scheduler_svc.sequence import NO_LANE, Sequence, SequenceStatus
 from scheduler_svc.step_time import (
     FIRST_LEAD_NS,
