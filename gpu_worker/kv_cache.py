@@ -40,6 +40,11 @@ class KVCache:
         self._keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, each (num_blocks, num_kv_heads, block_size, head_dim)."""
+        return [*self._keys, *self._values]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""
         return self._keys[index].permute(0, 2, 1, 3), self._values[index].permute(0, 2, 1, 3)

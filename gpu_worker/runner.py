@@ -20,7 +20,9 @@ from gpu_worker.inputs import (
     StepOutputs,
     TokenLogprobs,
 )
+from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_cache import KVCache
+from gpu_worker.mirror import CopyLists
 from gpu_worker.model.llama import LlamaModel, PackedBatch
 from gpu_worker.model.loader import Progress, load_weights
 from gpu_worker.sampler import sample, score_targets
@@ -77,6 +79,7 @@ class ModelRunner:
         max_model_len: int | None,
         progress: Progress,
         num_threads: int | None = None,
+        host_blocks: int = 0,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -93,6 +96,8 @@ class ModelRunner:
             weights = load_weights(source, self.dtype, progress)
             self._model = LlamaModel(config, weights, self.max_model_len)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
+            self._host = HostPool(self._cache.tensors, host_blocks)
+        self.copy_block_us = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -125,8 +130,16 @@ class ModelRunner:
         prompt_logprobs = [self._score(hidden, request) for request in inputs.prompt_logprobs]
         return StepOutputs(token_ids, finite, logprobs, prompt_logprobs)
 
+    @torch.inference_mode()
+    def copy_blocks(self, copies: CopyLists) -> None:
+        """Copies between the cache and host memory, outs before ins."""
+        self._host.copy_out(torch.from_numpy(copies.out_blocks), torch.from_numpy(copies.out_slots))
+        self._host.copy_in(torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks))
+
     def warm_up(self) -> None:
         """Run a prompt and a decode that write nothing, so that no request pays for first calls."""
+        with torch.inference_mode():
+            self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
 

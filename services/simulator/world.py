@@ -132,12 +132,13 @@ class World:
         network = NetworkOptions(o.mean_delay_ns, o.drop, o.duplicate)
         self.network = Network(self.clock, self.rng, network)
         self.link = Link(self.clock, self.network)
-        self.kv = KvNode(self)
+        self.kv = KvNode(self, o)
         self.worker = WorkerNode(self, o)
         self.scheduler = SchedulerNode(self, o)
         self.admission = AdmissionNode(self, ShadowVocabulary())
         self.clients: dict[str, Client] = {}
         self._restarts = 0
+        self._prompts: list[list[int]] = []
 
     def run(self) -> Report:
         self.scheduler.start()
@@ -182,6 +183,8 @@ class World:
         if self._restarts < 5 and self.rng.random() < self.options.reattach:
             self._restarts += 1
             self.worker.restart()
+        if self.scheduler.incarnation < 4 and self.rng.random() < self.options.scheduler_restart:
+            self.scheduler.restart()
 
     # ---- the workload
 
@@ -203,9 +206,7 @@ class World:
 
     def _draw_client(self, request_id: str, shared: list[int]) -> Client:
         o, rng = self.options, self.rng
-        length = rng.randint(1, o.max_prompt)
-        prompt = shared[: min(length, o.shared_prefix)]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        prompt = self._draw_prompt(shared)
         max_tokens = rng.randint(1, o.max_output)
         expected = expected_token_ids(np.array(prompt, dtype=np.int32), max_tokens, VOCAB_SIZE)
         stop_ids: list[int] = []
@@ -232,10 +233,21 @@ class World:
             deadline_ms=rng.choice([1, 20, 200]) if has_deadline else 0,
             retry=False,
         )
-        # While a worker is being replaced, a new request is told so; without faults there is always
-        # one.
-        faulty = bool(o.drop or o.reattach)
+        # While a worker or a scheduler is being replaced, a new request is told so; without faults
+        # there is always one.
+        faulty = bool(o.drop or o.reattach or o.scheduler_restart)
         return Client(ticket, expected, stopped, may_end_early=has_deadline, may_be_refused=faulty)
+
+    def _draw_prompt(self, shared: list[int]) -> list[int]:
+        """A new one, or one that was asked before: it may have been evicted meanwhile."""
+        o, rng = self.options, self.rng
+        if o.num_prompts and len(self._prompts) >= o.num_prompts:
+            return rng.choice(self._prompts)
+        length = rng.randint(o.max_prompt // 2 if o.num_prompts else 1, o.max_prompt)
+        prompt = shared[: min(length, o.shared_prefix)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        self._prompts.append(prompt)
+        return prompt
 
     # ---- time
 
