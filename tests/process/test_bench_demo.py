@@ -77,7 +77,9 @@ def test_check_text(tmp_path: Path, cache: Path, model_path: Path) -> None:
     assert 1.0 < result["perplexity"] < 3.0
 
 
-def test_check_refuses_what_it_cannot_read(tmp_path: Path, cache: Path, model_path: Path) -> None:
+def test_check_refuses_what_it_cannot_read(
+    tmp_path: Path, cache: Path, model_path: Path
+) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"cases": [{}]}')
     for arguments in (["--reference", str(path)], ["--text", str(tmp_path / "absent")], []):

@@ -85,7 +85,9 @@ def _check_http(cases: Cases, texts: dict[str, str], answers: list[dict[str, Any
 
 def _check_hits(cases: Cases, cached: list[int], block_size: int) -> None:
     """Every whole block of the prompts, but for the last token, which has to be computed."""
-    whole = [(len(case["prompt_token_ids"]) - 1) // block_size * block_size for case in cases]
+    whole = [
+        (len(case["prompt_token_ids"]) - 1) // block_size * block_size for case in cases
+    ]
     assert cached == whole
 
 

@@ -72,7 +72,9 @@ class BooksMachine(RuleBasedStateMachine):
     def attach(self) -> None:
         """A new scheduler epoch: nothing is held; what was known stays cached at the ledger."""
         self.epoch += 1
-        self.lease = Lease(Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE), self.low_water)
+        self.lease = Lease(
+            Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE), self.low_water
+        )
         self.sequences = []
         self.wire: list[bytes] = []
         self.replies: list[bytes] = []
@@ -173,7 +175,7 @@ class BooksMachine(RuleBasedStateMachine):
         payload = self.replies.pop(0)
         if lost:
             return
-        if payload[2:].startswith(b"\xaclookup_reply"):
+        if payload[2:].startswith(b"\xacl" b"ookup_reply"):
             self._lookup_answered(_lookup_reply.decode(payload))
         else:
             reply = _lease_reply.decode(payload)

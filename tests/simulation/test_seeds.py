@@ -1,4 +1,5 @@
-"""Two hundred histories: every promise checked after every event, and proof that they cover much."""
+"""Two hundred histories: every promise checked after every event, and proof that they cover much.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ def closed(lengths: Iterable[Lengths]) -> list[Request]:
 
 def every(lengths: Iterable[Lengths], period_ms: float) -> list[Request]:
     """One by one, evenly."""
-    return [Request(round(index * period_ms * _MS_NS), *each) for index, each in enumerate(lengths)]
+    return [
+        Request(round(index * period_ms * _MS_NS), *each) for index, each in enumerate(lengths)
+    ]
 
 
 def poisson(lengths: Sequence[Lengths], rate: float, seed: int) -> list[Request]:

@@ -151,9 +151,7 @@ class Desk:
             started=[] if cached is None else [SequenceStarted(tag, cached)],
             finished=[]
             if end is None
-            else [
-                SequenceFinished(tag, end, offset + len(token_ids), code, "" if not code else "?")
-            ],
+            else [SequenceFinished(tag, end, offset + len(token_ids), code, "" if not code else "?")],
         )
         if lost:
             return []

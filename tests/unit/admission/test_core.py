@@ -78,7 +78,9 @@ def test_no_tokens_at_all_is_empty_text() -> None:
 def test_case_28_a_trimmed_stop_token_takes_its_logprob_along() -> None:
     for stream in (True, False):
         desk = Desk()
-        tag = desk.open(stop_token_ids=[2], sampling=SamplingParams(num_logprobs=1), stream=stream)
+        tag = desk.open(
+            stop_token_ids=[2], sampling=SamplingParams(num_logprobs=1), stream=stream
+        )
         desk.updates(tag, 0, [5], scored=True)
         desk.updates(tag, 1, [6], scored=True)
         desk.updates(tag, 2, [2], end=STOP, scored=True)
@@ -466,7 +468,9 @@ def test_an_error_of_the_scheduler_reaches_the_client() -> None:
     desk = Desk()
     tag = desk.open()
     desk.updates(tag, 0, [4])
-    (frame,) = desk.updates(tag, 1, [], end=FinishReason.ERROR, code=ErrorCode.DEADLINE_EXCEEDED)
+    (frame,) = desk.updates(
+        tag, 1, [], end=FinishReason.ERROR, code=ErrorCode.DEADLINE_EXCEEDED
+    )
     assert frame.error is not None and frame.error.code is ErrorCode.DEADLINE_EXCEEDED
     assert frame.offset == 1 and frame.usage is None
 

@@ -178,9 +178,7 @@ def test_a_snapshot_in_parts_counts_when_the_last_has_come() -> None:
     peer = _bound()
     blocks = ids(peer.lease(3).block_ids)
     content = commits(blocks, PROMPT)
-    first = Commits(
-        pack(blocks[:2]), pack([-1, blocks[0]]), content.hashes[:64], pack(PROMPT[:8]), [b""]
-    )
+    first = Commits(pack(blocks[:2]), pack([-1, blocks[0]]), content.hashes[:64], pack(PROMPT[:8]), [b""])
     last = Commits(pack(blocks[2:]), pack([blocks[1]]), content.hashes[64:], pack(PROMPT[8:]), [])
     peer.snapshot({blocks[0]: 1, blocks[1]: 1}, part=0, parts=2, commits=first)
     assert peer.lease(1).status is KvStatus.NEED_SNAPSHOT

@@ -168,7 +168,9 @@ class Rig:
         asked = self.last(Attach)
         self.epoch = max(self.epoch, asked.epoch_seen) + 1
         return self.handle(
-            Attached(attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE)
+            Attached(
+                attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE
+            )
         )
 
     def run(self, plan: StepPlan, elapsed_us: int = 1000) -> StepResult:

@@ -248,7 +248,9 @@ def test_updates_begin_anew_with_an_epoch() -> None:
 def test_deltas_are_numbered_without_a_hole() -> None:
     rig = _running(40)
     rig.drain()
-    assert [delta.number for delta in rig.all(KvDelta)] == list(range(1, len(rig.all(KvDelta)) + 1))
+    assert [delta.number for delta in rig.all(KvDelta)] == list(
+        range(1, len(rig.all(KvDelta)) + 1)
+    )
 
 
 def test_an_idle_beat_counts_what_was_done() -> None:
