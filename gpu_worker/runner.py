@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpu_worker.host_pool import HostPool
 from gpu_worker.inputs import (
     PromptLogprobRequest,
     SamplingBatch,
@@ -20,12 +21,12 @@ from gpu_worker.inputs import (
     StepOutputs,
     TokenLogprobs,
 )
-from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.mirror import CopyLists
 from gpu_worker.model.llama import LlamaModel, PackedBatch
 from gpu_worker.model.loader import Progress, load_weights
 from gpu_worker.sampler import sample, score_targets
+from kernels.native import NativeKernels, NativeUnavailable, load_native
 from services.models.config import ModelConfig
 from services.models.source import open_model
 
@@ -65,8 +66,12 @@ class ModelRunner:
     max_model_len: positions allowed; None means as many as the model was made for
     progress:      called with (fraction, text) while weights load
     num_threads:   threads inside one operation; None leaves torch's choice
+    native:        "auto" builds and loads the native kernels where a compiler is found, "off" runs
+                   the torch reference, any other name is an instruction set that must be there
+    native_cache:  directory of built native kernels; None is one in the user's cache
 
-    Raises ModelFileError for the file, ValueError for a setting that does not fit the model.
+    Raises ModelFileError for the file, ValueError for a setting that does not fit the model or the
+    processor. ``notices`` holds what the caller should log: why there are no native kernels.
     """
 
     def __init__(  # noqa: PLR0913 - the settings of one process, each by name
@@ -80,6 +85,8 @@ class ModelRunner:
         progress: Progress,
         num_threads: int | None = None,
         host_blocks: int = 0,
+        native: str = "auto",
+        native_cache: Path | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -92,9 +99,10 @@ class ModelRunner:
         if not 1 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
         self.dtype = resolve_dtype(dtype)
+        self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
             weights = load_weights(source, self.dtype, progress)
-            self._model = LlamaModel(config, weights, self.max_model_len)
+            self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
             self._host = HostPool(self._cache.tensors, host_blocks)
         self.copy_block_us = 0
@@ -103,6 +111,11 @@ class ModelRunner:
     def config(self) -> ModelConfig:
         """The model's own numbers."""
         return self._model.config
+
+    @property
+    def instruction_set(self) -> str:
+        """Of the native kernels; empty where the torch reference runs."""
+        return "" if self._native is None else self._native.isa
 
     @property
     def num_blocks(self) -> int:
@@ -126,7 +139,7 @@ class ModelRunner:
         hidden = self._model.forward(_packed(inputs), self._cache)
         rows = torch.from_numpy(inputs.logits_rows)
         logits = self._model.logits(hidden.index_select(0, rows))
-        token_ids, finite, logprobs = sample(logits, inputs.sampling)
+        token_ids, finite, logprobs = sample(logits, inputs.sampling, self._native)
         prompt_logprobs = [self._score(hidden, request) for request in inputs.prompt_logprobs]
         return StepOutputs(token_ids, finite, logprobs, prompt_logprobs)
 
@@ -153,6 +166,16 @@ class ModelRunner:
             logits = self._model.logits(hidden[start : start + rows])
             scored.extend(score_targets(logits, request, first))
         return scored
+
+
+def _load_native(native: str, cache: Path | None) -> tuple[NativeKernels | None, tuple[str, ...]]:
+    """The native kernels, if wanted and possible, and what the caller should be told."""
+    if native == "off":
+        return None, ()
+    try:
+        return load_native(cache, None if native == "auto" else native), ()
+    except NativeUnavailable as error:
+        return None, (f"native kernels are off, the slower torch kernels run: {error}",)
 
 
 def _packed(inputs: StepInputs) -> PackedBatch:

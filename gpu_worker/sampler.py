@@ -9,6 +9,7 @@ Device: reads logits, copies its results to the host.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.inputs import (
@@ -19,22 +20,24 @@ from gpu_worker.inputs import (
     SamplingBatch,
     TokenLogprobs,
 )
+from kernels.greedy import greedy_tokens
+from kernels.native import NativeKernels
 from kernels.sampling import sample_tokens, token_logprobs
 from kernels.uniform import uniform
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch
+    logits: torch.Tensor, batch: SamplingBatch, native: NativeKernels | None = None
 ) -> tuple[Int32s, Bools, list[TokenLogprobs | None]]:
     """Sample every row: (token_ids, finite, logprobs), as in StepOutputs.
 
-    logits: (S, vocab_size) float32
+    logits: (S, vocab_size) float32|bfloat16
+    native: the loaded library, if there is one
     """
-    finite = torch.isfinite(logits).all(dim=-1)
-    if not bool(finite.all()):
-        logits = torch.where(finite.unsqueeze(1), logits, 0.0)
-    tokens = _draw(logits, batch)
-    tokens = torch.where(finite, tokens, 0)
+    tokens, finite = greedy_tokens(logits, native)
+    drawn = np.flatnonzero(batch.temperature)
+    if drawn.size > 0:
+        tokens[torch.from_numpy(drawn)] = _draw(logits, finite, batch, drawn)
     rows = [
         row
         for row, wanted in enumerate(batch.num_logprobs.tolist())
@@ -48,17 +51,22 @@ def sample(
     return tokens.numpy().astype(np.int32), finite.numpy(), logprobs
 
 
-def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    if not batch.temperature.any():
-        return logits.argmax(dim=-1)
-    draws = uniform(batch.seed, batch.position.astype(np.uint64))
-    return sample_tokens(
-        logits,
-        torch.from_numpy(batch.temperature),
-        torch.from_numpy(batch.top_k),
-        torch.from_numpy(batch.top_p),
+def _draw(
+    logits: torch.Tensor, finite: torch.Tensor, batch: SamplingBatch, rows: npt.NDArray[np.intp]
+) -> torch.Tensor:
+    """Tokens of the rows with a temperature: (len(rows)) int64, 0 where the row is not finite."""
+    index = torch.from_numpy(rows)
+    sound = finite[index]
+    chosen = torch.where(sound.unsqueeze(1), logits[index].float(), 0.0)
+    draws = uniform(batch.seed[rows], batch.position[rows].astype(np.uint64))
+    tokens = sample_tokens(
+        chosen,
+        torch.from_numpy(batch.temperature[rows]),
+        torch.from_numpy(batch.top_k[rows]),
+        torch.from_numpy(batch.top_p[rows]),
         torch.from_numpy(draws),
     )
+    return torch.where(sound, tokens, 0)
 
 
 def score_targets(
@@ -66,7 +74,7 @@ def score_targets(
 ) -> list[TokenLogprobs | None]:
     """Log-probabilities of the targets [first, first + rows) of a request.
 
-    logits: (rows, vocab_size) float32 - of just those rows
+    logits: (rows, vocab_size) float32|bfloat16 - of just those rows
     """
     rows = logits.shape[0]
     targets = torch.from_numpy(request.target_ids[first : first + rows]).long()
@@ -79,7 +87,7 @@ def _logprobs(
     logits: torch.Tensor, targets: torch.Tensor, counts: list[int]
 ) -> list[TokenLogprobs]:
     """One entry for each row, the likeliest ``counts[row]`` tokens beside the target."""
-    chosen, ids, values = token_logprobs(logits, targets, max(counts))
+    chosen, ids, values = token_logprobs(logits.float(), targets, max(counts))
     top_ids = ids.numpy().astype(np.int32)
     top_values = values.numpy()
     return [

@@ -20,6 +20,7 @@ from gpu_worker.inputs import (
     TokenLogprobs,
     UInt64s,
 )
+
 from .mirror import CopyLists
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -34,7 +35,7 @@ class ShadowModel:
     before (O(1)).
     """
 
-    def __init__(  # noqa: PLR0913 - the sizes of one pool, each by name
+    def __init__(
         self,
         *,
         num_blocks: int,

@@ -54,6 +54,7 @@ class Batch:
         self._reset = True
         self._stalled = False
         self._deferred: set[int] = set()
+        self._tried_ns = -1
 
     # ---- time
 
@@ -66,7 +67,7 @@ class Batch:
             times.append(self.lease.open_lease.give_up_ns)
         if not self._stalled:
             times.append(self.pipeline.may_publish_at_ns())
-        elif not self.pipeline.steps:
+        elif self._tried_ns < self.planner.group_due_ns():
             times.append(self.planner.group_due_ns())
         return min(times, default=NEVER_NS)
 
@@ -107,6 +108,7 @@ class Batch:
     def plans_due(self, now_ns: int, updates: UpdateLog) -> list[StepPlan]:
         """The plans to publish now: none, one, or two where nothing is in flight yet."""
         plans: list[StepPlan] = []
+        self._tried_ns = now_ns
         while not self._stalled and now_ns >= self.pipeline.may_publish_at_ns():
             self._vacate_full()
             step = self.planner.fill(self.pipeline.next_step_id, updates.index, now_ns)

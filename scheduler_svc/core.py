@@ -20,6 +20,7 @@ from services.contracts.sequences import AbortReply, AbortSequences, SubmitReply
 from services.contracts.step import Attached, Poll, PollReply, PollState, StepEvent, StepResult
 from services.contracts.vectors import unpack
 
+from .ballots import Ballots
 from .batch import Batch
 from .events import AbortAsked, DrainAsked, Effect, Event, Note, Reply, Submitted, WorkerSilent
 from .intake import EngineLimits, Refusal, refuse
@@ -44,6 +45,7 @@ class SchedulerConfig:
     """Limits of one scheduler; 0 for `max_model_len` means the worker's.
 
     incarnation: an id that no other run of this scheduler has. max_join_bytes: of one plan.
+    dp_group, dp_size: the data-parallel schedulers that vote on prefills, this one included.
     """
 
     engine: str
@@ -57,6 +59,8 @@ class SchedulerConfig:
     max_join_bytes: int = MAX_PAYLOAD_BYTES // 2
     prefix_caching: bool = True
     policies: Policies = field(default_factory=Policies)
+    dp_group: str = ""
+    dp_size: int = 1
 
 
 class SchedulerCore:
@@ -69,6 +73,7 @@ class SchedulerCore:
         self.waiting = WaitingQueue()
         self.totals = Totals()
         self.experience = Experience()
+        self.ballots = Ballots(config.engine, config.dp_group, config.dp_size)
         self.draining = False
         self.max_model_len = 0
         self.updates = UpdateLog(config.engine)
@@ -129,7 +134,7 @@ class SchedulerCore:
                 if self.link.on_silence(gone=event.gone, now_ns=now_ns):
                     self._detach()
             case Beat():
-                self._on_beat(event)
+                self._on_beat(event, now_ns)
             case DrainAsked():
                 self.draining = True
 
@@ -140,6 +145,7 @@ class SchedulerCore:
             if lease.snapshot_due and not lease.copies.are_in_flight:
                 self._send_snapshot()
             self._ask_lookups(now_ns)
+            self.batch.planner.votes = self.ballots.votes(now_ns)
             self._effects.extend(self.batch.plans_due(now_ns, self.updates))
             lease.shed()
             delta = lease.flush()
@@ -186,7 +192,10 @@ class SchedulerCore:
     def _admit(self, message: SubmitSequence, now_ns: int) -> None:
         seq = self.roster.admit(message, now_ns)
         self.totals.num_prompt_tokens += seq.num_prompt_tokens
-        self.experience.counters.arrive(seq.salt)
+        if self.config.policies.queue == "fair":
+            present = {other.salt for other in self.roster.live() if other is not seq}
+            if seq.salt not in present:
+                self.experience.counters.arrive(seq.salt, present)
         self.updates.admission_index(seq.admission_id)
         self.waiting.add(seq)
 
@@ -435,11 +444,13 @@ class SchedulerCore:
             elif reply.state is PollState.UNKNOWN:
                 self._effects.extend(self.batch.pipeline.plans_from(reply.step_id))
 
-    def _on_beat(self, beat: Beat) -> None:
+    def _on_beat(self, beat: Beat, now_ns: int) -> None:
         if beat.kind is ServiceKind.GPU_WORKER:
             self.link.see_epoch(beat.epoch)
             if self.link.is_ready and beat.generation != self.link.generation:
                 self._detach()
+        elif beat.kind is ServiceKind.SCHEDULER:
+            self.ballots.hear(beat, now_ns)
         elif beat.kind is ServiceKind.KV_STORE and self.link.is_ready:
             for pool in beat.pools:
                 if pool.engine == self.config.engine:
@@ -471,6 +482,8 @@ class SchedulerCore:
             num_prefix_hits=totals.num_prefix_hits,
             num_prompt_tokens=totals.num_prompt_tokens,
             num_output_tokens=totals.num_output_tokens,
+            dp_group=self.config.dp_group,
+            wants_prefill=self.link.is_ready and self.batch.planner.wants_prefill,
         )
         marks = [StreamMark(name, number) for name, number in self.updates.last_numbers()]
         if self.link.is_ready:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from services.contracts.hashing import block_hash
 from services.contracts.kv import NO_PARENT, Commits
 from services.contracts.vectors import Int32Array, pack
 
@@ -30,9 +31,13 @@ class Content:
         """Block `index` of `seq`; `token_ids` int32 [>= (index + 1) * block_size] are its
         tokens.
         """
+        tokens = token_ids[index * block_size : (index + 1) * block_size].tobytes()
         self.block_ids.append(seq.block_ids[index])
+        self.tokens.append(tokens)
+        if index and index == len(seq.hashes):
+            # The usual case: the block right after the last one whose hash is known.
+            seq.hashes.append(block_hash(seq.hashes[-1], tokens))
         self.hashes.append(seq.hash_of(index, token_ids, block_size))
-        self.tokens.append(token_ids[index * block_size : (index + 1) * block_size].tobytes())
         if index:
             self.parents.append(seq.block_ids[index - 1])
         else:

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from services.contracts.vectors import BoolArray, Int32Array
+from services.contracts.vectors import INT32_LE, BoolArray, Int32Array
 
 from .sequence import NO_LANE, Sequence
 
@@ -51,7 +51,7 @@ class LaneTable:
         self.admission: Int32Array = np.zeros(n, dtype=np.int32)
         self.tag: Int32Array = np.zeros(n, dtype=np.int32)
         self.stop_ids: Int32Array = np.full((n, 1), NO_TOKEN, dtype=np.int32)
-        self.token_ids: Int32Array = np.zeros((n, max_model_len), dtype=np.int32)
+        self.token_ids: Int32Array = np.zeros((n, max_model_len), dtype=INT32_LE)
         self._free = list(range(n))
 
     @property

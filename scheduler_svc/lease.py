@@ -83,8 +83,8 @@ class Lease:
     """Blocks of one epoch. Requests (lookups and leases) and deltas each count from 1.
 
     shortage: blocks that the last step lacked. exhausted: the ledger has no more, and nothing went
-    back since. bound: the ledger has answered this epoch. snapshot_due: the ledger wants a snapshot;
-    it waits until no copy is in flight, so that it tells nothing that has yet to be copied.
+    back since. bound: the ledger has answered this epoch. snapshot_due: the ledger wants a
+    snapshot, which waits until no copy is in flight, so that it tells only what is there.
     """
 
     def __init__(self, pool: Pool, low_water: int) -> None:

@@ -24,7 +24,7 @@ from .policies.batching import Door, group_due_ns, may_join
 from .policies.fit import peak_tokens, watermark_blocks
 from .policies.margin import OutputLengths
 from .policies.queueing import TokenCounters, may_pass, next_in_line
-from .policies.step_kind import MIXED, Ballot, Kind, choose_kind, wants_prefill
+from .policies.step_kind import DECODE, MIXED, Ballot, Kind, choose_kind, wants_prefill
 from .policies.token_budget import adaptive_budget
 from .sequence import NO_LANE, Sequence, SequenceStatus
 from .step_time import StepTimeModel
@@ -103,6 +103,7 @@ class Planner:
         self.starved = False
         self.votes: tuple[bool, ...] = ()
         self._num_decode_steps = 0
+        self._num_prefill_steps = 0
         self._group_left = 0
         self._held: list[int] = []
         self._appended: list[tuple[int, int]] = []
@@ -121,11 +122,24 @@ class Planner:
         if kind.prefill:
             budget = self._budget(decodes) - len(decodes)
             budget -= self._continue_chunks(budget)
-            self._admit(budget, admission_index, now_ns)
+            if kind.join:
+                self._admit(budget, admission_index, now_ns)
         else:
             self._held.extend(seq.lane for seq in self._behind())
-        self._num_decode_steps = self._num_decode_steps + 1 if not self._chunks else 0
+        if not self._chunks and not kind.decode:
+            # Nothing can prefill, for lack of lanes or blocks: what decodes does not wait for it.
+            kind, decodes = DECODE, self._decoding_lanes()
+        self._count(kind)
         return self._advance(step_id, decodes, kind)
+
+    def _count(self, kind: Kind) -> None:
+        """Steps in a row: of decodes since the last prefill, and of prefills."""
+        if kind.decode:
+            self._num_decode_steps += 1
+            self._num_prefill_steps = 0
+        else:
+            self._num_decode_steps = 0
+            self._num_prefill_steps += 1
 
     # ---- what kind of step, and how large
 
@@ -142,8 +156,10 @@ class Planner:
         lanes = self.lanes
         ballot = Ballot(
             has_decodes=bool((lanes.active & (lanes.tokens - lanes.computed == 1)).any()),
-            has_prefills=bool(self._behind()) or len(self.waiting) > 0,
+            has_begun=bool(self._behind()),
+            has_waiting=len(self.waiting) > 0 and lanes.num_free > 0,
             num_decode_steps=self._num_decode_steps,
+            num_prefill_steps=self._num_prefill_steps,
             wants=self.wants_prefill,
             votes=self.votes,
         )

@@ -17,7 +17,7 @@ from services.contracts.errors import ErrorCode
 from services.contracts.limits import FINISHED_LOG_ENTRIES, FINISHED_LOG_SECONDS
 from services.contracts.public import FinishReason
 from services.contracts.sequences import SubmitSequence
-from services.contracts.vectors import unpack
+from services.contracts.vectors import INT32_LE, unpack
 
 from .sequence import Sequence, SequenceStatus
 from .times import NEVER_NS
@@ -56,7 +56,7 @@ class Roster:
         """A new sequence, waiting."""
         prompt, accepted = unpack(message.prompt), unpack(message.accepted)
         total = len(prompt) + message.max_tokens
-        token_ids = np.zeros(total, dtype=np.int32)
+        token_ids = np.zeros(total, dtype=INT32_LE)
         token_ids[: len(prompt)] = prompt
         token_ids[len(prompt) : len(prompt) + len(accepted)] = accepted
         deadline_ns = now_ns + message.deadline_ms * 1_000_000 if message.deadline_ms else NEVER_NS

@@ -52,7 +52,7 @@ class Sequence:
     """State of one sequence; while it has a lane, the lane's row holds the moving parts.
 
     uid: serial number in order of arrival. tag: the admission's number for it.
-    token_ids: int32 [max_total_tokens]; the first `num_tokens` are known.
+    token_ids: little-endian int32 [max_total_tokens]; the first `num_tokens` are known.
     num_computed_tokens: by steps whose result has arrived. num_in_flight: steps under way that name
     it.
     block_ids: blocks it holds, in order; the first `num_committed_blocks` are committed (hash known
@@ -132,7 +132,7 @@ class Sequence:
             at = len(self.hashes)
             parent = self.hashes[-1] if at else root_hash(self.salt)
             block = token_ids[at * block_size : (at + 1) * block_size]
-            self.hashes.append(block_hash(parent, block.astype("<i4", copy=False).tobytes()))
+            self.hashes.append(block_hash(parent, block.tobytes()))
         return self.hashes[index]
 
     def append(self, token_id: int) -> None:

@@ -6,6 +6,7 @@ Shell.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections import Counter
@@ -51,12 +52,14 @@ from services.runtime.settings import Settings
 
 from .core import SchedulerConfig, SchedulerCore
 from .events import AbortAsked, Effect, Event, Note, Reply, SendUpdates, Submitted, WorkerSilent
+from .policies import Policies
 
 # An attach waits for the running step, which may be a long prompt on a slow machine.
 ATTACH_TIMEOUT_S: Final = 15.0
 POLL_TIMEOUT_S: Final = 1.0
 LEDGER_TIMEOUT_S: Final = 1.0
 MAX_PLAN_SIZES: Final = 16
+POLICY_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Policies))
 
 _submit = codec.Decoder(SubmitSequence)
 _abort = codec.Decoder(AbortSequences)
@@ -228,7 +231,15 @@ def config_of(settings: Settings, max_payload: int) -> SchedulerConfig:
         max_waiting_seqs=settings.max_waiting_seqs,
         max_model_len=settings.max_model_len,
         max_join_bytes=max_payload // 2,
+        policies=policies_of(settings),
+        dp_group=settings.dp_group,
+        dp_size=settings.dp_size,
     )
+
+
+def policies_of(settings: Settings) -> Policies:
+    """The settings have checked the names; this only gives them their types."""
+    return msgspec.convert({name: getattr(settings, name) for name in POLICY_SETTINGS}, Policies)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -240,6 +251,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         (names.result(engine), service.on_result),
         (names.any_beat("gpu_worker"), service.on_beat),
         (names.any_beat("kv_store"), service.on_beat),
+        (names.any_beat("scheduler"), service.on_beat),
     ]
     for subject, handler in listeners:
         await bus.subscribe(subject, handler)

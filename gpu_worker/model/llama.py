@@ -14,10 +14,11 @@ import torch
 
 from gpu_worker.kv_cache import KVCache
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
-from kernels.kv_write import write_kv
 from kernels.linear import Linear
+from kernels.native import NativeKernels
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
-from kernels.rope import apply_rope, build_rope_table
+from kernels.rope import build_rope_table
+from kernels.rope_write_kv import rope_write_kv
 from kernels.silu_mul import silu_mul
 from services.models.config import ModelConfig
 
@@ -64,10 +65,20 @@ class PackedBatch:
 
 
 class LlamaModel:
-    """A decoder ready to run, for positions below ``max_model_len``."""
+    """A decoder ready to run, for positions below ``max_model_len``.
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, max_model_len: int) -> None:
+    native: the library that runs everything between two linears; None runs the torch reference
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        max_model_len: int,
+        native: NativeKernels | None = None,
+    ) -> None:
         self.config = config
+        self._native = native
         self._weights = weights
         self._scale = config.head_dim**-0.5
         self._rope_table = build_rope_table(
@@ -76,32 +87,38 @@ class LlamaModel:
 
     def forward(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
         """Final hidden states, normalised: (num_tokens, hidden_size), dtype of the model."""
-        epsilon = self.config.rms_norm_eps
+        epsilon, native = self.config.rms_norm_eps, self._native
         cos_sin = self._rope_table.index_select(0, batch.positions)
         residual = self._weights.embedding.index_select(0, batch.input_ids)
-        normed = rms_norm(residual, self._weights.layers[0].input_norm, epsilon)
-        layout = plan_attention(
-            batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, cache.layer(0)[0]
-        )
+        normed = rms_norm(residual, self._weights.layers[0].input_norm, epsilon, native)
+        layout = None
+        if native is None:
+            layout = plan_attention(
+                batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, cache.layer(0)[0]
+            )
         next_norms = [layer.input_norm for layer in self._weights.layers[1:]]
         next_norms.append(self._weights.final_norm)
         for index, layer in enumerate(self._weights.layers):
             mixed = self._attention(layer, normed, cos_sin, (batch, layout), cache.layer(index))
-            normed, residual = fused_add_rms_norm(mixed, residual, layer.feed_forward_norm, epsilon)
-            moved = layer.down(silu_mul(layer.gate_up(normed)))
-            normed, residual = fused_add_rms_norm(moved, residual, next_norms[index], epsilon)
+            normed, residual = fused_add_rms_norm(
+                mixed, residual, layer.feed_forward_norm, epsilon, native
+            )
+            moved = layer.down(silu_mul(layer.gate_up(normed), native))
+            normed, residual = fused_add_rms_norm(
+                moved, residual, next_norms[index], epsilon, native
+            )
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of every token after each row: (rows, vocab_size) float32."""
-        return self._weights.head(hidden).float()
+        """Scores of every token after each row: (rows, vocab_size), dtype of the model."""
+        return self._weights.head(hidden)
 
     def _attention(
         self,
         layer: LayerWeights,
         x: torch.Tensor,
         cos_sin: torch.Tensor,
-        step: tuple[PackedBatch, BatchLayout],
+        step: tuple[PackedBatch, BatchLayout | None],
         caches: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Self-attention of one layer: (num_tokens, hidden_size) in and out."""
@@ -109,18 +126,10 @@ class LlamaModel:
         batch, layout = step
         num_tokens, num_heads, num_kv_heads = x.shape[0], config.num_heads, config.num_kv_heads
         qkv = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
-        # Queries and keys are neighbours, so one rotation serves both.
-        rotated = apply_rope(qkv[:, : num_heads + num_kv_heads], cos_sin)
         k_cache, v_cache = caches
-        write_kv(
-            rotated[:, num_heads:],
-            qkv[:, num_heads + num_kv_heads :],
-            k_cache,
-            v_cache,
-            batch.slot_mapping,
-        )
+        q = rope_write_kv(qkv, cos_sin, k_cache, v_cache, batch.slot_mapping, self._native)
         mixed = varlen_paged_attention(
-            rotated[:, :num_heads],
+            q,
             k_cache,
             v_cache,
             batch.cu_seqlens_q,
@@ -131,5 +140,6 @@ class LlamaModel:
             scale=self._scale,
             num_decodes=batch.num_decodes,
             layout=layout,
+            native=self._native,
         )
         return layer.attention_output(mixed.view(num_tokens, num_heads * config.head_dim))

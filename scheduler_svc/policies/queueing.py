@@ -42,12 +42,14 @@ class TokenCounters:
     def __init__(self) -> None:
         self.served: dict[bytes, int] = {}
 
-    def arrive(self, tenant: bytes) -> None:
-        """A newcomer, or one that was away, begins level with the least served: absence earns
-        nothing.
+    def arrive(self, tenant: bytes, present: Iterable[bytes]) -> None:
+        """A tenant that had nothing here begins level with the least served of those `present`.
+
+        So absence earns nothing.
         """
-        least = min(self.served.values(), default=0)
-        self.served[tenant] = max(self.served.get(tenant, 0), least)
+        served = self.served.get(tenant, 0)
+        levels = [self.served.get(other, 0) for other in present]
+        self.served[tenant] = max(served, min(levels)) if levels else served
         if len(self.served) > MAX_TENANTS:
             del self.served[max(self.served, key=lambda known: self.served[known])]
 

@@ -44,6 +44,18 @@ class ClusterOptions:
     max_waiting_seqs: Annotated[int | None, _knob("max_waiting_seqs")] = None
     block_size: Annotated[int | None, _knob("block_size")] = None
     num_blocks: Annotated[int | None, _knob("num_blocks")] = None
+    batching: Annotated[str | None, _knob("batching")] = None
+    batch_size: Annotated[int | None, _knob("batch_size")] = None
+    max_delay_ms: Annotated[float | None, _knob("max_delay_ms")] = None
+    step_kind: Annotated[str | None, _knob("step_kind")] = None
+    prefill_attempt_interval: Annotated[int | None, _knob("prefill_attempt_interval")] = None
+    prefill_any_attempt_interval: Annotated[int | None, _knob("prefill_any_attempt_interval")] = (
+        None
+    )
+    cache_watermark: Annotated[float | None, _knob("cache_watermark")] = None
+    queue: Annotated[str | None, _knob("queue")] = None
+    margin: Annotated[str | None, _knob("margin")] = None
+    itl_target_ms: Annotated[float | None, _knob("itl_target_ms")] = None
     worker: Annotated[str | None, _knob("worker")] = None
     step_ms: Annotated[float | None, _knob("step_ms")] = None
     threads: Annotated[int | None, _knob("threads")] = None

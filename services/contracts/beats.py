@@ -38,6 +38,7 @@ class EngineLoad(Message, frozen=True):
     """A scheduler's load and running totals; what routers and /metrics read.
 
     ready: attached to a worker and bound to a ledger. Totals count since the scheduler's start.
+    wants_prefill: its vote in the data-parallel group `dp_group` ("" for none).
     """
 
     model: Id
@@ -54,6 +55,8 @@ class EngineLoad(Message, frozen=True):
     num_prefix_hits: int
     num_prompt_tokens: int
     num_output_tokens: int
+    dp_group: str = ""
+    wants_prefill: bool = False
 
 
 class AdmissionLoad(Message, frozen=True):

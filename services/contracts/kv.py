@@ -148,7 +148,9 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
 
 
 class KvReportRequest(Message, frozen=True, tag="kv_report"):
-    """anyone -> ledger (request/reply): the books of one engine. max_tenants: largest ones named."""
+    """anyone -> ledger (request/reply): the books of one engine, the `max_tenants` largest tenants
+    with them.
+    """
 
     engine: Id
     max_tenants: Annotated[int, Meta(ge=0, le=limits.MAX_NAMES)] = 10

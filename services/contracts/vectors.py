@@ -19,7 +19,7 @@ from .errors import WireError
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-_INT32_LE = np.dtype("<i4")
+INT32_LE = np.dtype("<i4")
 
 MAX_VECTOR_BYTES = 4 * 1024 * 1024
 Vector = Annotated[bytes, msgspec.Meta(max_length=MAX_VECTOR_BYTES)]
@@ -30,12 +30,12 @@ EMPTY = b""
 def pack(values: Iterable[int] | Int32Array) -> bytes:
     """`values`: int32 [n] (or ints in range) -> 4 n bytes. 3, -1 -> 03000000 ffffffff."""
     if isinstance(values, np.ndarray):
-        return values.astype(_INT32_LE, copy=False).tobytes()
-    return np.fromiter(values, dtype=_INT32_LE).tobytes()
+        return values.astype(INT32_LE, copy=False).tobytes()
+    return np.fromiter(values, dtype=INT32_LE).tobytes()
 
 
 def unpack(buffer: bytes) -> Int32Array:
     """4 n bytes -> read-only int32 [n]. Raises WireError where the length is no multiple of 4."""
     if len(buffer) % 4:
         raise WireError(f"an int32 vector has {len(buffer)} bytes, which is no multiple of 4")
-    return np.frombuffer(buffer, dtype=_INT32_LE)
+    return np.frombuffer(buffer, dtype=INT32_LE)

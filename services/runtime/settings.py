@@ -97,6 +97,33 @@ class Settings:
         1.0, "part of the cached blocks that one tenant may have", low=0.0, high=1.0
     )
 
+    batching: str = _knob(
+        "continuous", "when sequences may join", choices=("continuous", "dynamic", "static")
+    )
+    batch_size: int = _knob(0, "of static and dynamic groups, 0: all lanes", low=0, high=4096)
+    max_delay_ms: float = _knob(
+        50.0, "wait of a dynamic group that is not full, ms", low=0.0, high=600_000.0
+    )
+    step_kind: str = _knob("mixed", "what a step may hold", choices=("mixed", "separate"))
+    prefill_attempt_interval: int = _knob(
+        70, "decode steps between prefills that all want (separate)", low=1, high=100_000
+    )
+    prefill_any_attempt_interval: int = _knob(
+        100, "decode steps between prefills that any wants (separate)", low=1, high=100_000
+    )
+    cache_watermark: float = _knob(
+        0.9, "share of the pool above which no prefill is wanted (separate)", low=0.0, high=1.0
+    )
+    dp_group: str = _knob("", "data-parallel group that votes on prefills", pattern=f"(|{_ID})")
+    dp_size: int = _knob(1, "schedulers in that group", low=1, high=256)
+    queue: str = _knob("first-come", "who is next", choices=("first-come", "fit", "fair"))
+    margin: str = _knob(
+        "learned", "what an admission leaves free", choices=("watermark", "learned")
+    )
+    itl_target_ms: float = _knob(
+        0.0, "inter-token time that the token budget keeps, ms, 0: fixed", low=0.0, high=60_000.0
+    )
+
     http_host: str = _knob(_LOOPBACK, "address of the HTTP gateway", pattern=r"[^\s]{1,255}")
     http_port: int = _knob(0, "port of the HTTP gateway, 0: a free one", low=0, high=65_535)
     nats_url: str = _knob("", "bus to join, empty: start an embedded server", pattern=_URL)

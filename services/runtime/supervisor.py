@@ -30,6 +30,8 @@ from services.runtime.restarts import RestartPolicy
 
 READY_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 5.0
+STARTING_STOP_TIMEOUT_S: Final = 0.5
+"""For a service that is not ready yet: it serves nobody, and may be loading a model for long."""
 DRAIN_TIMEOUT_S: Final = 1.0
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 MAX_LINE_BYTES: Final = 64 * 1024
@@ -211,7 +213,8 @@ class _Service:
         else:
             self._emit("stopping")
             self.send(signal.SIGTERM)
-        done, _ = await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
+        timeout_s = STOP_TIMEOUT_S if self.ready.is_set() else STARTING_STOP_TIMEOUT_S
+        done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
         if not done:
             self.send(signal.SIGKILL)
             await asyncio.wait({self._task})

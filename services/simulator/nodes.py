@@ -305,6 +305,7 @@ class SchedulerNode(Node):
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 max_waiting_seqs=1000,
+                policies=options.policies,
             )
         )
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import get_args
+
+from scheduler_svc.policies import Batching, Margin, Policies, Queue, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Options:
     deadline: float
     reattach: float
     num_salts: int
+    policies: Policies
     host_blocks: int
     copy_block_us: int
     tenant_share: float
@@ -75,6 +79,7 @@ def draw(rng: random.Random) -> Options:
         deadline=rng.choice([0.0, 0.0, 0.2]),
         reattach=rng.choice([0.0, 0.0, 0.02]),
         num_salts=rng.choice([1, 1, 3]),
+        policies=_draw_policies(rng),
         host_blocks=rng.choice([0, 1, alone, 4 * alone]),
         copy_block_us=rng.choice([0, 0, 1, 100]),
         tenant_share=rng.choice([1.0, 1.0, 0.3, 0.0]),
@@ -98,4 +103,22 @@ def _with_revisits(options: Options, alone: int, rng: random.Random) -> Options:
         tenant_share=1.0,
         shared_prefix=0,
         num_prompts=rng.choice([4, 8]),
+    )
+
+
+def _draw_policies(rng: random.Random) -> Policies:
+    """Half of the runs with the defaults, the rest with anything."""
+    if rng.random() < 0.5:
+        return Policies()
+    return Policies(
+        batching=rng.choice(get_args(Batching)),
+        step_kind=rng.choice(get_args(StepKind)),
+        queue=rng.choice(get_args(Queue)),
+        margin=rng.choice(get_args(Margin)),
+        itl_target_ms=rng.choice([0.0, 1.0, 6.0]),
+        batch_size=rng.choice([0, 2]),
+        max_delay_ms=rng.choice([0.0, 5.0]),
+        prefill_attempt_interval=rng.choice([1, 3, 70]),
+        prefill_any_attempt_interval=rng.choice([1, 5, 100]),
+        cache_watermark=rng.choice([0.5, 0.9]),
     )

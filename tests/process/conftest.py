@@ -78,7 +78,7 @@ def small_steps_mesh(
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def small_pool_mesh(
     tmp_path_factory: pytest.TempPathFactory, cache: Path, model_path: Path
 ) -> Iterator[Mesh]:

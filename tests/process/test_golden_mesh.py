@@ -85,9 +85,7 @@ def _check_http(cases: Cases, texts: dict[str, str], answers: list[dict[str, Any
 
 def _check_hits(cases: Cases, cached: list[int], block_size: int) -> None:
     """Every whole block of the prompts, but for the last token, which has to be computed."""
-    whole = [
-        (len(case["prompt_token_ids"]) - 1) // block_size * block_size for case in cases
-    ]
+    whole = [(len(case["prompt_token_ids"]) - 1) // block_size * block_size for case in cases]
     assert cached == whole
 
 
@@ -111,8 +109,9 @@ async def test_large_steps_with_forced_preemptions_then_hits(
         _check_tokens(golden_cases, first)
         await beats.until(lambda beats: beats.engine.num_running == 0)
         assert beats.engine.num_preemptions > 0
-    again = await _over_nats(small_pool_mesh.nats_url, golden_cases, "prompt_token_ids")
-    _check_tokens(golden_cases, again)
+    short = [case for case in golden_cases if 32 < len(case["prompt_token_ids"]) < 100]
+    again = await _over_nats(small_pool_mesh.nats_url, short, "prompt_token_ids")
+    _check_tokens(short, again)
     assert sum(answer.usage["cached_tokens"] for answer in again) > 0
     async with httpx.AsyncClient(base_url=small_pool_mesh.http_url) as http:
         metrics = (await http.get("/metrics")).text

@@ -61,9 +61,9 @@ async def http(stub_mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_request_by_hand(connection: Connection) -> None:
     """`nats request streetcar.v1.generate.MODEL '{"prompt": "Hi", "max_tokens": 5}' --replies 0`"""
     answer = await by_hand(connection, b'{"prompt": "Hi", "max_tokens": 5}')
-    assert [frame["offset"] for frame in answer.frames] == list(
-        range(0, 5)
-    ) or answer.frames[0]["offset"] == 0
+    assert [frame["offset"] for frame in answer.frames] == list(range(0, 5)) or answer.frames[0][
+        "offset"
+    ] == 0
     assert len(answer.token_ids) == 5
     assert answer.text == "".join(f"{token_id} " for token_id in answer.token_ids)
     ids = {frame["request_id"] for frame in answer.frames}

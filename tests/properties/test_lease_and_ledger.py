@@ -72,9 +72,7 @@ class BooksMachine(RuleBasedStateMachine):
     def attach(self) -> None:
         """A new scheduler epoch: nothing is held; what was known stays cached at the ledger."""
         self.epoch += 1
-        self.lease = Lease(
-            Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE), self.low_water
-        )
+        self.lease = Lease(Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE), self.low_water)
         self.sequences = []
         self.wire: list[bytes] = []
         self.replies: list[bytes] = []
@@ -175,7 +173,7 @@ class BooksMachine(RuleBasedStateMachine):
         payload = self.replies.pop(0)
         if lost:
             return
-        if payload[2:].startswith(b"\xacl" b"ookup_reply"):
+        if payload[2:].startswith(b"\xaclookup_reply"):
             self._lookup_answered(_lookup_reply.decode(payload))
         else:
             reply = _lease_reply.decode(payload)
@@ -212,7 +210,7 @@ class BooksMachine(RuleBasedStateMachine):
         self._deliver_all()
         ledger = self.kv.ledgers.get(ENGINE)
         behind = ledger is None or ledger.epoch != self.epoch or ledger.need_snapshot
-        if behind or ledger is not None and ledger.deltas.behind(self.lease.delta_number):
+        if behind or (ledger is not None and ledger.deltas.behind(self.lease.delta_number)):
             self._snapshot()
             self._deliver_all()
         self.replies = []

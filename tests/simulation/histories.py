@@ -56,9 +56,7 @@ class WatchedWorld(World):
         self.seen["lane left and taken in one plan"] += sum(j.lane in left for j in plan.join)
         self.seen["joined with cached tokens"] += sum(j.num_computed_tokens > 0 for j in plan.join)
         chunks = dict(
-            zip(
-                unpack(plan.chunk_lanes).tolist(), unpack(plan.chunk_tokens).tolist(), strict=True
-            )
+            zip(unpack(plan.chunk_lanes).tolist(), unpack(plan.chunk_tokens).tolist(), strict=True)
         )
         joining = {join.lane for join in plan.join}
         self.seen["later chunk"] += len(chunks.keys() - joining)

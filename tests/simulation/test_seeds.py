@@ -1,5 +1,4 @@
-"""Two hundred histories: every promise checked after every event, and proof that they cover much.
-"""
+"""Two hundred histories, every promise checked after every event, and proof of what they cover."""
 
 from __future__ import annotations
 

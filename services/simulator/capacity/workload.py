@@ -20,14 +20,7 @@ from services.contracts.limits import MAX_OUTPUT_TOKENS, MAX_PROMPT_TOKENS
 _MS_NS: Final = 1_000_000
 MAX_REQUESTS: Final = 1_000_000
 
-# Mean lengths of ShareGPT conversations as the PagedAttention paper (SOSP 2023, figure 11) gives
-# them; the spread is chosen so that p99 over median is about 16 for prompts and 9 for outputs.
-SHAREGPT_PROMPT_MEAN: Final = 161.0
-SHAREGPT_PROMPT_SIGMA: Final = 1.2
-SHAREGPT_OUTPUT_MEAN: Final = 338.0
-SHAREGPT_OUTPUT_SIGMA: Final = 0.95
-SHAREGPT_MAX_TOKENS: Final = 2048
-SHAREGPT_MIN_TOKENS: Final = 4
+_MIN_TOKENS: Final = 4
 
 _LCG_MULTIPLIER: Final = 6364136223846793005
 _LCG_INCREMENT: Final = 1442695040888963407
@@ -70,24 +63,31 @@ def deep_dive(count: int) -> list[Lengths]:
     return [Lengths(draw(50, 1000), draw(10, 1000)) for _ in range(count)]
 
 
-def sharegpt(count: int, seed: int) -> list[Lengths]:
-    """Log-normal lengths with ShareGPT's means, cut to [4, 2048]."""
+class LogNormal(NamedTuple):
+    """Means of the lengths, and the spread of their logarithms; cut to [4, max_tokens]."""
+
+    prompt_mean: float
+    output_mean: float
+    prompt_sigma: float
+    output_sigma: float
+    max_tokens: int
+
+
+# Mean lengths of ShareGPT conversations as the PagedAttention paper (SOSP 2023) gives them; the
+# spread is chosen, so that p99 over median is 16 for prompts and 9 for outputs.
+SHAREGPT: Final = LogNormal(161.0, 338.0, prompt_sigma=1.2, output_sigma=0.95, max_tokens=2048)
+
+
+def log_normal(count: int, shape: LogNormal, seed: int) -> list[Lengths]:
     rng = np.random.default_rng(seed)
-    prompts = _log_normal(rng, count, SHAREGPT_PROMPT_MEAN, SHAREGPT_PROMPT_SIGMA)
-    outputs = _log_normal(rng, count, SHAREGPT_OUTPUT_MEAN, SHAREGPT_OUTPUT_SIGMA)
+    prompts = _draw(rng, count, shape.prompt_mean, shape.prompt_sigma, shape.max_tokens)
+    outputs = _draw(rng, count, shape.output_mean, shape.output_sigma, shape.max_tokens)
     return [Lengths(p, o) for p, o in zip(prompts, outputs, strict=True)]
 
 
-def spread(count: int, mean_output: float, sigma: float, seed: int) -> list[Lengths]:
-    """Outputs that differ by `sigma` (of the logarithm) around one mean, after short prompts."""
-    rng = np.random.default_rng(seed)
-    return [Lengths(16, o) for o in _log_normal(rng, count, mean_output, sigma)]
-
-
-def _log_normal(rng: np.random.Generator, count: int, mean: float, sigma: float) -> list[int]:
+def _draw(rng: np.random.Generator, count: int, mean: float, sigma: float, most: int) -> list[int]:
     drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
-    clipped = np.clip(np.rint(drawn), SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_TOKENS)
-    return [int(tokens) for tokens in clipped]
+    return [int(tokens) for tokens in np.clip(np.rint(drawn), _MIN_TOKENS, most)]
 
 
 # ---- arrivals
@@ -100,9 +100,7 @@ def closed(lengths: Iterable[Lengths]) -> list[Request]:
 
 def every(lengths: Iterable[Lengths], period_ms: float) -> list[Request]:
     """One by one, evenly."""
-    return [
-        Request(round(index * period_ms * _MS_NS), *each) for index, each in enumerate(lengths)
-    ]
+    return [Request(round(index * period_ms * _MS_NS), *each) for index, each in enumerate(lengths)]
 
 
 def poisson(lengths: Sequence[Lengths], rate: float, seed: int) -> list[Request]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from services.admission.core import (
@@ -69,6 +70,20 @@ def logprobs(count: int = 1) -> Logprobs:
     return Logprobs(np.arange(count).astype("<f4").tobytes())
 
 
+def engine_load(model: str = "words", *, ready: bool = True, num_running: int = 0) -> EngineLoad:
+    """An idle engine, but for what is named."""
+    zeros: dict[str, Any] = {f.name: 0 for f in msgspec.structs.fields(EngineLoad) if f.required}
+    return EngineLoad(
+        **{
+            **zeros,
+            "model": model,
+            "ready": ready,
+            "max_model_len": 100,
+            "num_running": num_running,
+        }
+    )
+
+
 class Desk:
     """The core, what came out of it, and messages of `engine-0` numbered as it would."""
 
@@ -115,7 +130,7 @@ class Desk:
         return self.handle(SubmitReply(request_id, self.epoch, code, "because" if code else ""))
 
     def beat(self, *, ready: bool = True, mark: int | None = None, engine: str = ENGINE) -> None:
-        load = EngineLoad("words", ready, 100, *[0] * 11)
+        load = engine_load(ready=ready)
         marks = [] if mark is None else [StreamMark("admission-0", mark)]
         self.handle(
             Beat(ServiceKind.SCHEDULER, engine, self.generation, self.epoch, marks, engine=load)
@@ -151,7 +166,9 @@ class Desk:
             started=[] if cached is None else [SequenceStarted(tag, cached)],
             finished=[]
             if end is None
-            else [SequenceFinished(tag, end, offset + len(token_ids), code, "" if not code else "?")],
+            else [
+                SequenceFinished(tag, end, offset + len(token_ids), code, "" if not code else "?")
+            ],
         )
         if lost:
             return []

@@ -15,12 +15,12 @@ from services.admission.core import (
     DrainAsked,
     SubmitFailed,
 )
-from services.contracts.beats import Beat, EngineLoad, ServiceKind
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.errors import ErrorCode
 from services.contracts.public import Encoding, FinishReason
 from services.contracts.sampling import SamplingParams
 from services.contracts.vectors import unpack
-from tests.unit.admission.streams import ENGINE, MS, SECOND, Desk, Words, ticket
+from tests.unit.admission.streams import ENGINE, MS, SECOND, Desk, Words, engine_load, ticket
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -78,9 +78,7 @@ def test_no_tokens_at_all_is_empty_text() -> None:
 def test_case_28_a_trimmed_stop_token_takes_its_logprob_along() -> None:
     for stream in (True, False):
         desk = Desk()
-        tag = desk.open(
-            stop_token_ids=[2], sampling=SamplingParams(num_logprobs=1), stream=stream
-        )
+        tag = desk.open(stop_token_ids=[2], sampling=SamplingParams(num_logprobs=1), stream=stream)
         desk.updates(tag, 0, [5], scored=True)
         desk.updates(tag, 1, [6], scored=True)
         desk.updates(tag, 2, [2], end=STOP, scored=True)
@@ -349,8 +347,7 @@ def test_tokens_after_a_hole_that_nobody_repairs_ask_for_the_missing_ones() -> N
 
 def test_tags_may_begin_anywhere_so_that_two_lives_of_an_admission_share_none() -> None:
     core = AdmissionCore("admission-0", {"words": Words()}, 10, first_tag=MAX_TAG - 1)
-    load = EngineLoad("words", True, 100, *[0] * 11)
-    core.handle(Beat(ServiceKind.SCHEDULER, ENGINE, 1, 1, engine=load), 0)
+    core.handle(Beat(ServiceKind.SCHEDULER, ENGINE, 1, 1, engine=engine_load()), 0)
     tags = [core.handle(ticket(f"r{n}"), 0)[0].message.tag for n in range(3)]  # type: ignore[union-attr]
     assert tags == [MAX_TAG, 1, 2]
 
@@ -468,9 +465,7 @@ def test_an_error_of_the_scheduler_reaches_the_client() -> None:
     desk = Desk()
     tag = desk.open()
     desk.updates(tag, 0, [4])
-    (frame,) = desk.updates(
-        tag, 1, [], end=FinishReason.ERROR, code=ErrorCode.DEADLINE_EXCEEDED
-    )
+    (frame,) = desk.updates(tag, 1, [], end=FinishReason.ERROR, code=ErrorCode.DEADLINE_EXCEEDED)
     assert frame.error is not None and frame.error.code is ErrorCode.DEADLINE_EXCEEDED
     assert frame.offset == 1 and frame.usage is None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from services.admission.engines import SUSPECT_AFTER_NS, EngineDirectory
-from services.contracts.beats import Beat, EngineLoad, ServiceKind
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.limits import MAX_NAMES
+from tests.unit.admission.streams import engine_load
 
 
 def _beat(engine: str, *, model: str = "m", ready: bool = True, busy: int = 0) -> Beat:
-    load = EngineLoad(model, ready, 100, busy, *[0] * 10)
+    load = engine_load(model, ready=ready, num_running=busy)
     return Beat(ServiceKind.SCHEDULER, engine, engine=load)
 
 

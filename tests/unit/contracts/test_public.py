@@ -61,7 +61,12 @@ def test_both_encodings_say_the_same() -> None:
 
 def test_what_is_absent_has_its_default() -> None:
     request = decode_request(b'{"prompt": "x"}')
-    assert (request.temperature, request.top_p, request.top_k, request.stream) == (1.0, 1.0, 0, True)
+    assert (request.temperature, request.top_p, request.top_k, request.stream) == (
+        1.0,
+        1.0,
+        0,
+        True,
+    )
     assert request.stop_strings == [] and request.seed is None and request.max_tokens is None
     assert decode_request(b'{"prompt": "x", "stop": "s"}').stop_strings == ["s"]
     assert decode_request(b'{"prompt": "x", "stop": null}').stop_strings == []
@@ -129,7 +134,17 @@ def test_bad_fields_are_refused_by_name_in_both_encodings(request_body: dict[str
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"{", b"[]", b"nonsense", b"\xc1", b'{"prompt": "\xff"}', b'{"a":' * 5000, b"null", b"\x80\x00"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"nonsense",
+        b"\xc1",
+        b'{"prompt": "\xff"}',
+        b'{"a":' * 5000,
+        b"null",
+        b"\x80\x00",
+    ],
 )
 def test_what_is_no_object_is_refused(payload: bytes) -> None:
     with pytest.raises(RequestError):

@@ -9,9 +9,7 @@ from services.contracts.step import Attach, Poll, PollState, StepPlan
 from services.contracts.vectors import unpack
 from tests.unit.gpu_worker.plans import join, plan
 
-SHAPE = EngineShape(
-    max_num_seqs=4, max_model_len=128, block_size=16, num_blocks=32, vocab_size=512
-)
+SHAPE = EngineShape(max_num_seqs=4, max_model_len=128, block_size=16, num_blocks=32, vocab_size=512)
 
 
 def executor(generation: int = 1) -> Executor:

@@ -199,7 +199,9 @@ ONE = [join(0, [1, 2], [1])]
         plan(joins=ONE, chunks={-4: 2}),
         plan(joins=ONE, chunks={0: 2}, hold=[99]),
         plan(joins=[join(0, [1] * 17, [1])], chunks={0: 17}),
-        msgspec.structs.replace(plan(joins=ONE), chunk_lanes=pack([0, 0]), chunk_tokens=pack([1, 1])),
+        msgspec.structs.replace(
+            plan(joins=ONE), chunk_lanes=pack([0, 0]), chunk_tokens=pack([1, 1])
+        ),
         msgspec.structs.replace(plan(joins=ONE), chunk_lanes=pack([0]), chunk_tokens=pack([1, 1])),
         msgspec.structs.replace(plan(joins=ONE, chunks={0: 2}), append_lanes=pack([0])),
     ],

@@ -73,9 +73,7 @@ class Peer:
 
     def lease(self, count: int, number: int = 0) -> LeaseReply:
         self.requests = max(self.requests, number or self.requests + 1)
-        request = LeaseRequest(
-            ENGINE, self.generation, self.epoch, number or self.requests, count
-        )
+        request = LeaseRequest(ENGINE, self.generation, self.epoch, number or self.requests, count)
         (reply,) = self.core.handle(Asked(request, "inbox"), 0)
         assert reply.reply == "inbox" and isinstance(reply.message, LeaseReply)
         return reply.message

@@ -164,7 +164,7 @@ def test_a_request_closed_by_a_snapshot_takes_nothing() -> None:
 def test_a_snapshot_repeats_holds_and_content() -> None:
     peer = _bound()
     blocks = ids(peer.lease(3).block_ids)
-    peer.snapshot({block: 2 for block in blocks}, commits=commits(blocks, PROMPT))
+    peer.snapshot(dict.fromkeys(blocks, 2), commits=commits(blocks, PROMPT))
     pool = peer.core.ledgers[ENGINE].pool
     assert [pool.holds(block) for block in blocks] == [2, 2, 2]
     assert ids(peer.lookup(PROMPT).block_ids) == blocks
@@ -178,7 +178,9 @@ def test_a_snapshot_in_parts_counts_when_the_last_has_come() -> None:
     peer = _bound()
     blocks = ids(peer.lease(3).block_ids)
     content = commits(blocks, PROMPT)
-    first = Commits(pack(blocks[:2]), pack([-1, blocks[0]]), content.hashes[:64], pack(PROMPT[:8]), [b""])
+    first = Commits(
+        pack(blocks[:2]), pack([-1, blocks[0]]), content.hashes[:64], pack(PROMPT[:8]), [b""]
+    )
     last = Commits(pack(blocks[2:]), pack([blocks[1]]), content.hashes[64:], pack(PROMPT[8:]), [])
     peer.snapshot({blocks[0]: 1, blocks[1]: 1}, part=0, parts=2, commits=first)
     assert peer.lease(1).status is KvStatus.NEED_SNAPSHOT
@@ -195,6 +197,23 @@ def test_a_lost_part_asks_for_another_snapshot() -> None:
     assert peer.lease(1).status is KvStatus.NEED_SNAPSHOT
     peer.snapshot()
     assert peer.counts() == (8, 0, 0) and peer.lease(1).status is KvStatus.OK
+
+
+def test_deltas_are_not_applied_to_a_snapshot_that_is_not_whole() -> None:
+    for lost in ("first", "last"):
+        peer = _bound()
+        blocks = ids(peer.lease(3).block_ids)
+        if lost == "last":
+            peer.snapshot({blocks[0]: 1}, part=0, parts=2)
+        else:
+            peer.snapshot({blocks[0]: 1}, part=1, parts=2)
+        before = peer.counts()
+        peer.delta(content=commits(blocks[1:2], PROMPT), released=blocks[2:])
+        assert peer.counts() == before
+        assert peer.lease(1).status is KvStatus.NEED_SNAPSHOT
+        assert peer.core.beat().pools[0].need_snapshot
+        peer.snapshot(dict.fromkeys(blocks[:2], 1))
+        assert peer.counts() == (6, 2, 0)
 
 
 def test_case_59_a_salt_is_a_namespace_of_its_own() -> None:

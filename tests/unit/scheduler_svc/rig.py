@@ -16,6 +16,7 @@ from gpu_worker.shadow import ShadowModel, expected_token_ids
 from kv_store.core import Asked, KvCore
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from scheduler_svc.events import AbortAsked, Event, Reply, SendUpdates, Submitted
+from scheduler_svc.policies import Policies
 from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupRequest
 from services.contracts.sampling import SamplingParams
 from services.contracts.sequences import (
@@ -81,6 +82,7 @@ class Rig:
         ledger: bool = True,
         prefix_caching: bool = True,
         attach: bool = True,
+        policies: Policies | None = None,
     ) -> None:
         self.core = SchedulerCore(
             SchedulerConfig(
@@ -92,6 +94,7 @@ class Rig:
                 max_num_batched_tokens=budget,
                 max_waiting_seqs=max_waiting,
                 prefix_caching=prefix_caching,
+                policies=policies or Policies(),
             )
         )
         self.kv = KvCore("kv-0")
@@ -168,9 +171,7 @@ class Rig:
         asked = self.last(Attach)
         self.epoch = max(self.epoch, asked.epoch_seen) + 1
         return self.handle(
-            Attached(
-                attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE
-            )
+            Attached(attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE)
         )
 
     def run(self, plan: StepPlan, elapsed_us: int = 1000) -> StepResult:

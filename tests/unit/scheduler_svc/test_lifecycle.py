@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import scheduler_svc.roster
 from scheduler_svc.events import DrainAsked, Reply
 from services.contracts.errors import ErrorCode
 from services.contracts.kv import KvStatus, LeaseReply, LeaseRequest, LookupRequest
@@ -122,6 +123,15 @@ def test_the_log_forgets_after_sixty_seconds() -> None:
     rig.tick(1)
     rig.tick(FINISHED_LOG_SECONDS * SECOND)
     assert not list(rig.core.roster.logged())
+
+
+def test_the_log_is_bounded_and_drops_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_svc.roster, "FINISHED_LOG_ENTRIES", 3)
+    rig = Rig()
+    for number in range(1, 6):
+        rig.submit(f"s{number}", [number], 1)
+        rig.drain()
+    assert [seq.seq_id for seq in rig.core.roster.logged()] == ["s3", "s4", "s5"]
 
 
 def test_the_log_counts_from_the_end_even_where_no_tick_came_between() -> None:
@@ -324,8 +334,7 @@ def test_a_preempted_sequence_comes_back_before_later_ones() -> None:
     rig.submit("s4", [4] * 7, 8)
     order: list[int] = []
     while rig.queue:
-        for join in rig.queue[0].join:
-            order.append(lanes_of(join.token_ids)[0])
+        order += [lanes_of(join.token_ids)[0] for join in rig.queue[0].join]
         rig.step()
     assert order[-1] == 4 or order.index(4) > order.index(3)
     assert rig.core.beat().engine.num_preemptions >= 1  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The scheduler's small parts, each alone: lanes, queue, step time, lead, lease, policy."""
+"""The scheduler's small parts, each alone: lanes, queue, sequence, lease."""
 
 from __future__ import annotations
 
@@ -7,47 +7,12 @@ import pytest
 
 from scheduler_svc.lanes import LaneTable
 from scheduler_svc.lease import Lease, Pool, low_water_blocks
-from scheduler_svc.policies.fit import never_fits, watermark_blocks
-from scheduler_svc.policies.victim import choose_victim
-from scheduler_svc.sequence import NO_LANE, Sequence, SequenceStatus
-from scheduler_svc.step_time import (
-    FIRST_LEAD_NS,
-    MAX_LEAD_NS,
-    MIN_LEAD_NS,
-    Lead,
-    StepTimeModel,
-)
+from scheduler_svc.sequence import NO_LANE, SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
 from services.contracts.kv import KvStatus, LeaseReply
-from services.contracts.sampling import SamplingParams
 from services.contracts.vectors import pack
 from tests.unit.scheduler_svc.rig import lanes_of
-
-MS = 1_000_000
-
-
-def sequence(
-    uid: int, *, prompt: int = 4, max_tokens: int = 4, priority: int = 0, stop: tuple[int, ...] = ()
-) -> Sequence:
-    token_ids = np.zeros(prompt + max_tokens, dtype=np.int32)
-    token_ids[:prompt] = np.arange(prompt) + 100 * uid
-    return Sequence(
-        uid=uid,
-        seq_id=f"s{uid}",
-        admission_id="admission-0",
-        tag=uid,
-        token_ids=token_ids,
-        num_prompt_tokens=prompt,
-        num_tokens=prompt,
-        max_total_tokens=prompt + max_tokens,
-        sampling=SamplingParams(),
-        stop_token_ids=np.array(stop, dtype=np.int32),
-        salt=b"",
-        priority=priority,
-        deadline_ns=0,
-        arrival_ns=0,
-    )
-
+from tests.unit.scheduler_svc.sequences import sequence
 
 # ---- lanes
 
@@ -127,78 +92,6 @@ def test_a_sequence_moves_only_along_its_transitions() -> None:
     for status in SequenceStatus:
         with pytest.raises(AssertionError):
             seq.move(status)
-
-
-# ---- step time
-
-
-def test_nothing_is_predicted_before_the_first_step() -> None:
-    assert StepTimeModel().predict_ns(100) == 0
-
-
-def test_one_step_predicts_itself() -> None:
-    model = StepTimeModel()
-    model.observe(10, 5 * MS)
-    assert model.predict_ns(10) == model.predict_ns(1000) == 5 * MS
-
-
-def test_the_line_is_found_and_followed_when_it_changes() -> None:
-    model = StepTimeModel()
-    for tokens in [1, 8, 64, 256] * 30:
-        model.observe(tokens, 2 * MS + tokens * 10_000)
-    assert model.predict_ns(512) == pytest.approx(2 * MS + 512 * 10_000, rel=1e-3)
-    for tokens in [1, 8, 64, 256] * 100:
-        model.observe(tokens, 4 * MS + tokens * 20_000)
-    assert model.predict_ns(512) == pytest.approx(4 * MS + 512 * 20_000, rel=0.01)
-
-
-def test_more_tokens_never_predict_less() -> None:
-    model = StepTimeModel()
-    model.observe(1, 9 * MS)
-    model.observe(100, 1 * MS)
-    assert model.predict_ns(1000) >= model.predict_ns(1) >= 0
-
-
-def test_the_lead_rises_fast_and_falls_slowly_between_its_bounds() -> None:
-    lead = Lead()
-    assert lead.ns == FIRST_LEAD_NS
-    lead.observe(0)
-    assert lead.ns > 1.2 * FIRST_LEAD_NS
-    risen = lead.ns
-    lead.observe(5 * MS)
-    assert 0.99 * risen < lead.ns < risen
-    for _ in range(100):
-        lead.observe(0)
-    assert lead.ns == MAX_LEAD_NS
-    for _ in range(5000):
-        lead.observe(5 * MS)
-    assert lead.ns == MIN_LEAD_NS
-
-
-# ---- policy
-
-
-@pytest.mark.parametrize(
-    ("num_usable", "num_running", "margin"),
-    [(100, 0, 0), (100, 1, 1), (100, 7, 7), (1000, 1, 10), (1001, 1, 11), (3, 1, 1)],
-)
-def test_the_margin(num_usable: int, num_running: int, margin: int) -> None:
-    assert margin_blocks(num_usable, num_running) == margin
-
-
-def test_joining_leaves_the_margin() -> None:
-    assert may_join(9, 10, 100, 1) and not may_join(10, 10, 100, 1)
-    assert may_join(10, 10, 10, 0), "a sequence that needs the whole pool runs alone"
-
-
-def test_the_last_token_needs_no_slot() -> None:
-    assert not never_fits(21, 4, 5) and never_fits(22, 4, 5)
-
-
-def test_the_victim_is_the_newest_of_the_lowest_priority() -> None:
-    old, new, urgent = sequence(1), sequence(2), sequence(3, priority=-1)
-    assert victim([old, new, urgent]) is new
-    assert victim([sequence(1, priority=4), new]).uid == 1
 
 
 # ---- lease

@@ -248,9 +248,7 @@ def test_updates_begin_anew_with_an_epoch() -> None:
 def test_deltas_are_numbered_without_a_hole() -> None:
     rig = _running(40)
     rig.drain()
-    assert [delta.number for delta in rig.all(KvDelta)] == list(
-        range(1, len(rig.all(KvDelta)) + 1)
-    )
+    assert [delta.number for delta in rig.all(KvDelta)] == list(range(1, len(rig.all(KvDelta)) + 1))
 
 
 def test_an_idle_beat_counts_what_was_done() -> None:
@@ -294,6 +292,19 @@ def test_logits_that_are_not_finite_end_their_sequence_alone_and_are_not_cached(
     assert len([d for d in rig.all(KvDelta) if d.commits]) == before, "its block may hold NaN"
     rig.drain()
     assert rig.tokens(2) == answer([4, 5], 5)
+
+
+def test_the_last_token_of_a_sequence_may_fail_too() -> None:
+    rig = Rig(block_size=2)
+    rig.submit("s1", [1, 2, 3], 2)
+    rig.step()
+    before = len([d for d in rig.all(KvDelta) if d.commits])
+    result = rig.run(rig.queue.popleft())
+    rig.handle(msgspec.structs.replace(result, failed=result.lanes))
+    assert [(e.reason, e.code) for e in rig.ends(1)] == [(FinishReason.ERROR, ErrorCode.NUMERICS)]
+    assert rig.tokens(1) == answer([1, 2, 3], 1)
+    assert len([d for d in rig.all(KvDelta) if d.commits]) == before
+    assert rig.core.batch.lease.num_held == 0
 
 
 def test_logprobs_travel_with_their_token_and_are_kept_for_repair() -> None:

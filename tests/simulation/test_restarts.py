@@ -1,0 +1,96 @@
+"""Any one process may die at any time: every request still gets the one right stream.
+
+The services of the simulation are killed in the middle of their work and start with nothing but
+their settings, as a supervisor would start them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kv_store.core import KvCore
+from scheduler_svc.core import SchedulerCore
+from services.admission.core import AdmissionCore
+from services.contracts.errors import StreetcarError
+from services.simulator.nodes import MODEL
+from services.simulator.world import Client, ShadowVocabulary, World
+
+SEEDS = range(1, 17)
+KINDS = ("scheduler", "kv_store", "worker", "admission")
+SECOND_NS = 1_000_000_000
+MAX_KILLS = 3
+
+
+class MortalWorld(World):
+    """Kills one of `kinds` after some steps, three times at most."""
+
+    def __init__(self, seed: int, kinds: tuple[str, ...]) -> None:
+        super().__init__(seed)
+        self.kinds = kinds
+        self.kills = 0
+
+    def _draw_client(self, request_id: str, shared: list[int]) -> Client:
+        client = super()._draw_client(request_id, shared)
+        # While its engine is being replaced, a request that was never accepted is told so.
+        client.may_be_refused = True
+        return client
+
+    def step_done(self) -> None:
+        super().step_done()
+        if self.kills < MAX_KILLS and self.rng.random() < 0.1:
+            self.kills += 1
+            self._kill(self.rng.choice(self.kinds))
+
+    def _kill(self, kind: str) -> None:
+        if kind == "scheduler":
+            old = self.scheduler.core.config
+            config = dataclasses.replace(old, incarnation=f"sim-{self.kills}")
+            self.scheduler.core = SchedulerCore(config)
+            self.scheduler.start()
+        elif kind == "kv_store":
+            self.kv.core = KvCore("kv-0")
+        elif kind == "worker":
+            self.worker.restart()
+        else:
+            self._kill_admission()
+
+    def _kill_admission(self) -> None:
+        """Its clients see no more frames, and ask again on the same inbox."""
+        orphans = list(self.admission.core.requests)
+        vocabularies = {MODEL: ShadowVocabulary()}
+        first_tag = self.rng.randrange(2**31 - 1)
+        self.admission.core = AdmissionCore("admission-0", vocabularies, 1000, first_tag)
+        for request_id in orphans:
+            client = self.clients[request_id]
+            self.clock.at(self.clock.now_ns + SECOND_NS, lambda c=client: self._ask_again(c))  # type: ignore[misc]
+
+    def _ask_again(self, client: Client) -> None:
+        if not client.done:
+            # Everything comes again from offset 0; a real client drops what it has.
+            client.frames.clear()
+            client.token_ids.clear()
+            self.admission.post(dataclasses.replace(client.ticket, retry=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_kind_dies_again_and_again(kind: str) -> None:
+    assert _run((kind,)) >= len(SEEDS)
+
+
+def test_anyone_dies() -> None:
+    assert _run(KINDS) >= len(SEEDS)
+
+
+def _run(kinds: tuple[str, ...]) -> int:
+    """-> how many were killed."""
+    kills = 0
+    for seed in SEEDS:
+        world = MortalWorld(seed, kinds)
+        try:
+            world.run()
+        except (AssertionError, StreetcarError) as error:
+            raise AssertionError(f"{error}\nseed {seed}, killing {kinds}") from error
+        kills += world.kills
+    return kills
