@@ -15,54 +15,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final
 
 from services.contracts.errors import InvariantError
 
-from .content import Arrival, Entry, PrefixIndex, WriteBack
+from .content import Arrival, Copies, Entry, PrefixIndex
 from .eviction import FairLru, quota_of
 from .host_tier import HostTier
-from .policy import affordable_hit, cheapest_hit
-
-
-@dataclass(slots=True)
-class Copies:
-    """What the reply to one request must have copied, and so what a confirmation confirms."""
-
-    outs: list[WriteBack] = field(default_factory=list)
-    ins: list[Arrival] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.outs or self.ins)
-
-    def __len__(self) -> int:
-        return len(self.outs) + len(self.ins)
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Of one block, in one unit: copied in from host memory, computed again. 0: not known."""
-
-    copy: int = 0
-    recompute: int = 0
-
-
-UNKNOWN_COSTS: Final = Costs()
-
-
-@dataclass(slots=True)
-class PoolTotals:
-    """Since the pool was opened; queries and hits in blocks."""
-
-    lookups: int = 0
-    query_blocks: int = 0
-    hit_blocks: int = 0
-    host_hit_blocks: int = 0
-    evictions: int = 0
-    quota_evictions: int = 0
-    copies_out: int = 0
-    copies_in: int = 0
+from .policy import UNKNOWN_COSTS, Costs, affordable_hit, cheapest_hit
+from .totals import PoolTotals
 
 
 class BlockPool:

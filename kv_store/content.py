@@ -11,7 +11,7 @@ Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 
@@ -65,6 +65,20 @@ class Arrival:
     host_slot: int
     block_id: int
     entry: Entry
+
+
+@dataclass(slots=True)
+class Copies:
+    """What the reply to one request must have copied, and so what a confirmation confirms."""
+
+    outs: list[WriteBack] = field(default_factory=list)
+    ins: list[Arrival] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.outs or self.ins)
+
+    def __len__(self) -> int:
+        return len(self.outs) + len(self.ins)
 
 
 class PrefixIndex:

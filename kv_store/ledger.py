@@ -30,7 +30,9 @@ from services.contracts.streams import Arrival as Arrived
 from services.contracts.streams import StreamReceiver
 from services.contracts.vectors import pack, unpack
 
-from .block_pool import BlockPool, Copies, Costs
+from .block_pool import BlockPool
+from .content import Copies
+from .policy import Costs
 
 # Answered requests whose reply the scheduler may yet abandon; it abandons within milliseconds.
 MAX_OPEN_REQUESTS: Final = 8192

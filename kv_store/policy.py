@@ -7,6 +7,19 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of one block, in one unit: copied in from host memory, computed again. 0: not known."""
+
+    copy: int = 0
+    recompute: int = 0
+
+
+UNKNOWN_COSTS: Final = Costs()
 
 
 def cheapest_hit(in_host: Sequence[bool], copy_cost: int, recompute_cost: int) -> int:
