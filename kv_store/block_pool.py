@@ -37,6 +37,8 @@ class BlockPool:
         self.totals = PoolTotals()
         # Ordered, so that a snapshot takes out any one of them in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        # Over its tenant's quota: free, but its content goes to host memory when it is granted.
+        self._surplus: OrderedDict[int, Entry] = OrderedDict()
         self._cached = FairLru(quota_of(tenant_share, num_blocks - 1))
         self._holds: dict[int, int] = {}
         self._content: dict[int, Entry] = {}
@@ -45,7 +47,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._surplus)
 
     @property
     def num_cached(self) -> int:
@@ -57,7 +59,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        return len(self._free) + len(self._cached)
+        return self.num_free + len(self._cached)
 
     @property
     def num_holds(self) -> int:
@@ -263,6 +265,8 @@ class BlockPool:
             self._content.pop(block_id).block_id = None
         elif block_id in self._free:
             del self._free[block_id]
+        elif block_id in self._surplus:
+            del self._surplus[block_id]
         elif block_id not in self._holds:
             raise InvariantError(f"a snapshot holds block {block_id}, which the pool does not have")
         self._holds[block_id] = holds
@@ -271,12 +275,12 @@ class BlockPool:
 
     def faults(self) -> Iterator[str]:
         """Broken invariants, in words."""
-        states = [*self._free, *self._cached, *self._holds]
+        states = [*self._free, *self._surplus, *self._cached, *self._holds]
         if sorted(states) != list(range(1, self.num_blocks)):
             yield "a block is lost, or is in two states"
         if any(holds < 1 for holds in self._holds.values()):
             yield "a block is leased without a hold"
-        if any(block_id in self._free for block_id in self._content):
+        if any(block_id in self._free or block_id in self._surplus for block_id in self._content):
             yield "a free block has content"
         if not self._arriving.keys() <= self._holds.keys():
             yield "a block arrives that nobody holds"
@@ -302,17 +306,22 @@ class BlockPool:
     # ---- inside
 
     def _take(self, copies: Copies | None) -> int:
-        if self._free:
+        if self._surplus:
+            block_id, entry = self._surplus.popitem(last=False)
+            self._save(block_id, entry, copies)
+        elif self._free:
             block_id, _ = self._free.popitem(last=False)
         else:
             block_id = self._cached.pop()
-            entry = self._forget(block_id)
+            self._save(block_id, self._forget(block_id), copies)
             self.totals.evictions += 1
-            write = self.host.save(block_id, entry) if copies is not None else None
-            if write is not None and copies is not None:
-                copies.outs.append(write)
         self._holds[block_id] = 1
         return block_id
+
+    def _save(self, block_id: int, entry: Entry, copies: Copies | None) -> None:
+        write = self.host.save(block_id, entry) if copies is not None else None
+        if write is not None and copies is not None:
+            copies.outs.append(write)
 
     def _hold(self, block_id: int) -> None:
         if block_id in self._cached:
@@ -330,8 +339,11 @@ class BlockPool:
         surplus = self._cached.over_quota(tenant)
         if surplus is not None:
             self._cached.remove(surplus)
-            self._forget(surplus)
-            self._free[surplus] = None
+            entry = self._forget(surplus)
+            if self.host.num_slots:
+                self._surplus[surplus] = entry
+            else:
+                self._free[surplus] = None
             self.totals.quota_evictions += 1
 
     def _can_be_found(self, entry: Entry, block_id: int) -> bool:
