@@ -17,6 +17,7 @@ from .lease import Lease, Pool, low_water_blocks
 from .pipeline import Pipeline
 from .planning import Experience, Planner, Shape, Step
 from .policies import Policies
+from .policies.queueing import next_in_line
 from .reclaim import Reclaim
 from .results import Ended, apply_result
 from .sequence import NO_LANE, Sequence, SequenceStatus
@@ -219,7 +220,9 @@ class Batch:
         """Nothing runs and the head does not fit: what those behind it pin must not stop it."""
         if self.lanes.num_active or self.pipeline.steps:
             return False
-        pinned = [seq for seq in list(self.waiting)[1:] if seq.block_ids]
+        queue, served = self.planner.policies.queue, self.experience.counters.served
+        head = next(iter(next_in_line(queue, self.waiting.ready(), served)), None)
+        pinned = [seq for seq in self.waiting if seq.block_ids and seq is not head]
         for seq in pinned:
             self._unpin(seq)
         return bool(pinned)

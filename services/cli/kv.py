@@ -112,7 +112,7 @@ def lines(report: KvReport) -> list[str]:
             f"{report.num_query_blocks} blocks hit, {report.num_host_hit_blocks} of them in host"
         ),
         (
-            f"  evicted  {report.num_evictions:>9} blocks  {report.num_quota_evictions} over quota  "
+            f"  evicted  {report.num_evictions:>9} blocks  {report.num_quota_evictions} by quota  "
             f"{report.num_host_evictions} from host memory  {report.num_copies_out} copied out  "
             f"{report.num_copies_in} copied in"
         ),

@@ -300,7 +300,7 @@ class SchedulerNode(Node):
             SchedulerConfig(
                 engine=ENGINE,
                 scheduler_id="scheduler-0",
-                incarnation=f"sim-{self.incarnation}",
+                incarnation=f"sim-start-{self.incarnation}",
                 model=MODEL,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,

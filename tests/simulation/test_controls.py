@@ -43,7 +43,7 @@ def failure(seeds: Iterable[int] = SEEDS) -> str:
     for seed in seeds:
         try:
             World(seed).run()
-        except (AssertionError, StreetcarError) as error:
+        except (AssertionError, StreetcarError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
     return ""
 
