@@ -113,6 +113,9 @@ class Report:
     steps: int
     preemptions: int
     prefix_hits: int
+    scheduler_restarts: int
+    copies_out: int
+    copies_in: int
     virtual_ms: int
     events: int
     messages: Counter[str]
@@ -162,6 +165,11 @@ class World:
             steps=core.totals.num_steps,
             preemptions=core.beat().engine.num_preemptions,
             prefix_hits=core.totals.num_prefix_hits,
+            scheduler_restarts=self.scheduler.incarnation - 1,
+            copies_out=sum(
+                ledger.pool.totals.copies_out for ledger in self.kv.core.ledgers.values()
+            ),
+            copies_in=sum(ledger.pool.totals.copies_in for ledger in self.kv.core.ledgers.values()),
             virtual_ms=self.clock.now_ns // 1_000_000,
             events=events,
             messages=self.network.counts,
