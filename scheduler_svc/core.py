@@ -445,6 +445,8 @@ class SchedulerCore:
                 self._effects.extend(self.batch.pipeline.plans_from(reply.step_id))
 
     def _on_beat(self, beat: Beat, now_ns: int) -> None:
+        # Beats come also where nothing else does, so the log of an idle scheduler ages too.
+        self.roster.forget_old(now_ns)
         if beat.kind is ServiceKind.GPU_WORKER:
             self.link.see_epoch(beat.epoch)
             if self.link.is_ready and beat.generation != self.link.generation:
@@ -469,7 +471,8 @@ class SchedulerCore:
         lease, totals = self.batch.lease, self.totals
         load = EngineLoad(
             model=self.config.model,
-            ready=self.link.is_ready and lease.bound,
+            # Without its ledger it carries on from its lease, while there is one.
+            ready=self.link.is_ready and (lease.bound or bool(lease.spare)),
             max_model_len=self.max_model_len,
             num_running=self.batch.lanes.num_active,
             num_waiting=len(self.waiting),

@@ -222,8 +222,10 @@ class Lease:
     def ask_lease(self, now_ns: int, step_id: int) -> LeaseRequest | None:
         """A request for more blocks, where they are needed and none is under way."""
         short = len(self.spare) < TOP_UP_AT * self.low_water
-        wanted = (short or self.shortage) and not (self.exhausted or self.snapshot_due)
-        if self.open_lease is not None or not wanted:
+        # Unbound, it asks whatever it holds: only an answer binds it to a new ledger.
+        wanted = short or self.shortage or not self.bound
+        in_vain = self.exhausted or self.snapshot_due
+        if self.open_lease is not None or in_vain or not wanted:
             return None
         number = self._next_number()
         self.open_lease = OpenLease(number, now_ns + LEASE_RETRY_NS, step_id)

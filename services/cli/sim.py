@@ -185,7 +185,7 @@ def _pictures(report: dict[str, Any], html: Path | None, png: Path | None) -> No
 
 
 async def _fitted(options: SimOptions) -> StepTime:
-    """Listen to the StepEvents at `--fit`, of whatever engines are there, and fit a line to them."""
+    """Listen to the StepEvents of the engine at `--fit`, and fit a line to them."""
     from services.simulator.capacity.fitting import TooFewSteps, fit
     from services.simulator.capacity.presets import DEEP_DIVE
 

@@ -18,7 +18,7 @@ from services.runtime.problem import Problem
 if TYPE_CHECKING:
     from services.simulator.capacity.engine import EngineOptions
     from services.simulator.capacity.scenario import Setup, Workload
-    from services.simulator.capacity.step_time import StepTime
+    from services.simulator.capacity.step_time import RooflineStepTime, StepTime
 
 _WORKLOAD: Final = Group("Workload")
 _ENGINE: Final = Group("Engine")
@@ -49,6 +49,10 @@ class SimOptions:
         float | None, _flag(_WORKLOAD, "Poisson arrivals per second; 0: all at the start")
     ] = None
     seed: Annotated[int | None, _flag(_WORKLOAD, "of lengths and arrivals")] = None
+    max_tokens: Annotated[
+        int | None,
+        _flag(_WORKLOAD, "what clients ask for; answers end at their length by a stop token"),
+    ] = None
     trace: Annotated[
         Path | None,
         _flag(_WORKLOAD, "JSON lines of arrival_ms, prompt_tokens, output_tokens"),
@@ -109,7 +113,7 @@ class SimOptions:
         return setup._replace(workload=self._workload(setup.workload), engine=engine)
 
     def _check_positive(self) -> None:
-        may_be_zero = {"rate", "seed", "bus_ms", "itl_target_ms", "base_ms"}
+        may_be_zero = {"rate", "seed", "bus_ms", "itl_target_ms", "base_ms", "max_tokens"}
         may_be_zero |= {"token_ms", "prompt_token_ms", "kv_token_ms"}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -141,7 +145,7 @@ class SimOptions:
 
     def _engine(self, engine: EngineOptions, step_time: StepTime) -> EngineOptions:
         same = ("max_num_seqs", "max_num_batched_tokens", "kv_tokens", "block_size")
-        more = ("prefix_caching", "bus_ms")
+        more = ("prefix_caching", "bus_ms", "max_tokens")
         given = self._given(**{name: name for name in (*same, *more)})
         policies = self._given(
             **{name: name for name in ("step_kind", "queue", "margin", "itl_target_ms")}
@@ -174,7 +178,7 @@ class SimOptions:
             return replace(preset, **given)
         return LinearStepTime(**{"base_ms": 0.0, **given})
 
-    def _roofline(self) -> Any:
+    def _roofline(self) -> RooflineStepTime:
         from services.simulator.capacity.step_time import GPUS, MODELS, RooflineStepTime
 
         gpu, model = GPUS[self.gpu or _DEFAULT_GPU], MODELS[self.size or _DEFAULT_SIZE]

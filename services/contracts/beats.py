@@ -37,7 +37,7 @@ _Marks = Annotated[list[StreamMark], Meta(max_length=limits.MAX_NAMES)]
 class EngineLoad(Message, frozen=True):
     """A scheduler's load and running totals; what routers and /metrics read.
 
-    ready: attached to a worker and bound to a ledger. Totals count since the scheduler's start.
+    ready: attached to a worker, with blocks to give. Totals count since the scheduler's start.
     wants_prefill: its vote in the data-parallel group `dp_group` ("" for none).
     """
 

@@ -2,8 +2,8 @@
 time.
 
 Invariants: the bus is ideal (in order, nothing lost, one latency for all); a step takes what the
-step-time model says and ends every sequence by length; the same requests and options give the same
-record.
+step-time model says, and every sequence gets its length; the same requests and options give the
+same record.
 
 Shell of the simulation: no clock, no socket.
 """
@@ -55,6 +55,7 @@ _ADMISSION: Final = "admission-0"
 _GENERATION: Final = 1
 _EPOCH: Final = 1
 _FILLER_TOKEN: Final = 1
+_STOP_TOKEN: Final = 2
 _MS_NS: Final = 1_000_000
 _GREEDY: Final = SamplingParams()
 
@@ -65,7 +66,11 @@ class SimulationStuck(StreetcarError):
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """kv_tokens: size of the pool, rounded down to blocks. bus_ms: latency of one message."""
+    """kv_tokens: size of the pool, rounded down to blocks. bus_ms: latency of one message.
+
+    max_tokens: what every client asks for; its answer ends at its own length with a stop token,
+    which the scheduler cannot foresee. 0: each asks for just what it gets, and ends by length.
+    """
 
     step_time: StepTime
     kv_tokens: int
@@ -75,6 +80,7 @@ class EngineOptions:
     block_size: int = 16
     prefix_caching: bool = True
     bus_ms: float = 0.0
+    max_tokens: int = 0
 
 
 def run(options: EngineOptions, requests: Sequence[Request]) -> Record:
@@ -93,7 +99,8 @@ class _Engine:
         self.clock = Clock()
         self.record = Record.empty(requests)
         self.latency_ns = round(options.bus_ms * _MS_NS)
-        self.max_model_len = max(r.num_prompt_tokens + r.num_output_tokens for r in requests)
+        self.num_outputs = np.array([request.num_output_tokens for request in requests])
+        self.max_model_len = max(r.num_prompt_tokens + self._max_tokens(r) for r in requests)
         self.scheduler = SchedulerCore(self._config())
         self.ledger = KvCore("kv-0")
         self.worker = _Worker(self)
@@ -184,7 +191,7 @@ class _Engine:
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
             max_model_len=self.max_model_len,
-            vocab_size=len(self.requests) + _FILLER_TOKEN + 1,
+            vocab_size=len(self.requests) + _STOP_TOKEN + 1,
         )
 
     @staticmethod
@@ -211,10 +218,14 @@ class _Engine:
             admission_id=_ADMISSION,
             tag=index,
             prompt=pack(prompt),
-            max_tokens=request.num_output_tokens,
+            max_tokens=self._max_tokens(request),
+            stop_token_ids=pack([_STOP_TOKEN]),
             sampling=_GREEDY,
         )
         self.post(sched.Submitted(message, ""))
+
+    def _max_tokens(self, request: Request) -> int:
+        return max(request.num_output_tokens, self.options.max_tokens)
 
     def _take_updates(self, effect: sched.SendUpdates) -> None:
         ended = self.record.add_updates(effect.updates, self.clock.now_ns + self.latency_ns)
@@ -251,16 +262,21 @@ class _Worker:
 
     def _done(self, plan: StepPlan, scheduled: Scheduled, times: tuple[int, int, int]) -> None:
         queued_ns, start_ns, end_ns = times
-        self.engine.record.steps.append(
-            StepRecord(start_ns, end_ns, scheduled.load, scheduled.owners, scheduled.owner_lanes)
+        record = self.engine.record
+        record.steps.append(
+            StepRecord(start_ns, end_ns, scheduled.load, scheduled.owners, scheduled.lanes)
         )
+        # Whether by stop token or by length, this is where the answer ends.
+        wanted = self.engine.num_outputs[scheduled.sampled_owners]
+        record.num_discarded_tokens += int((scheduled.num_outputs > wanted).sum())
+        token_ids = np.where(scheduled.num_outputs >= wanted, _STOP_TOKEN, _FILLER_TOKEN)
         result = StepResult(
             generation=plan.generation,
             epoch=plan.epoch,
             number=plan.number,
             step_id=plan.step_id,
             lanes=pack(scheduled.sampled),
-            token_ids=pack(np.full(len(scheduled.sampled), _FILLER_TOKEN, dtype=np.int32)),
+            token_ids=pack(token_ids.astype(np.int32)),
             elapsed_us=max(1, (end_ns - start_ns) // 1000),
             waited_us=(start_ns - queued_ns) // 1000,
         )

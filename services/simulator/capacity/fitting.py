@@ -46,8 +46,8 @@ def fit(steps: Sequence[StepEvent], block_size: int) -> Fit:
     elapsed_ms = np.array([s.elapsed_us for s in steps], dtype=float) / 1e3
     columns = {"token_ms": tokens, "kv_token_ms": kv}
     names = [name for name, column in columns.items() if column.std() > _MIN_SPREAD]
-    best = (float(((elapsed_ms - elapsed_ms.mean()) ** 2).sum()), float(elapsed_ms.mean()), {})
-    total = best[0]
+    total = float(((elapsed_ms - elapsed_ms.mean()) ** 2).sum())
+    best: tuple[float, float, dict[str, float]] = (total, float(elapsed_ms.mean()), {})
     for count in range(1, len(names) + 1):
         for chosen in combinations(names, count):
             matrix = np.column_stack([np.ones(len(steps)), *(columns[name] for name in chosen)])

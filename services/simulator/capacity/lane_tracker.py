@@ -19,24 +19,28 @@ from .step_time import StepLoad
 
 
 class Scheduled(NamedTuple):
-    """One step: its load, the lanes that end with a token (ascending), and whose lanes compute.
+    """One step: its load, who computes, and who ends with a token.
 
-    owners: int32, by ascending lane: the first prompt token of each sequence in the step, which the
-    simulation sets to the request's index. owner_lanes: their lanes.
+    lanes, owners: int32, ascending lanes that compute, and the first prompt token of each one's
+    sequence, which the simulation sets to the request's index. sampled, sampled_owners,
+    num_outputs: lanes that end with a token, whose it is, and which of the output it is, from 1.
     """
 
     load: StepLoad
-    sampled: Int32Array
+    lanes: Int32Array
     owners: Int32Array
-    owner_lanes: Int32Array
+    sampled: Int32Array
+    sampled_owners: Int32Array
+    num_outputs: Int32Array
 
 
 class LaneTracker:
-    """One row per lane: active bool; tokens (known or promised), computed, owner int32."""
+    """One row per lane: active bool; tokens (known or promised), prompt, computed, owner int32."""
 
     def __init__(self, num_lanes: int) -> None:
         self._active = np.zeros(num_lanes, dtype=np.bool_)
         self._tokens: Int32Array = np.zeros(num_lanes, dtype=np.int32)
+        self._prompt: Int32Array = np.zeros(num_lanes, dtype=np.int32)
         self._computed: Int32Array = np.zeros(num_lanes, dtype=np.int32)
         self._owner: Int32Array = np.zeros(num_lanes, dtype=np.int32)
 
@@ -65,7 +69,14 @@ class LaneTracker:
             num_kv_tokens=int(self._computed[lanes].sum()),
         )
         self._tokens[sampled] += 1
-        return Scheduled(load, sampled, self._owner[lanes], lanes)
+        return Scheduled(
+            load=load,
+            lanes=lanes,
+            owners=self._owner[lanes],
+            sampled=sampled,
+            sampled_owners=self._owner[sampled],
+            num_outputs=self._tokens[sampled] - self._prompt[sampled],
+        )
 
     def _take_and_leave(self, plan: StepPlan) -> None:
         if plan.reset:
@@ -77,5 +88,6 @@ class LaneTracker:
             token_ids = unpack(join.token_ids)
             self._active[join.lane] = True
             self._tokens[join.lane] = len(token_ids)
+            self._prompt[join.lane] = join.num_prompt_tokens
             self._computed[join.lane] = join.num_computed_tokens
             self._owner[join.lane] = token_ids[0]

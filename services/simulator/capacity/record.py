@@ -49,7 +49,8 @@ class Record:
     """By request, int64 [n], ns or -1: `first_ns` token, `last_ns` token; num_tokens: produced.
 
     refused: requests that the engine would not take, with its words. num_cached_tokens: of first
-    prefix hits. slots: rows of a padded batch, filled or not; 0 where nothing is padded.
+    prefix hits. num_discarded_tokens: computed after a stop token that was still under way.
+    num_slots: rows of a padded batch, filled or not; 0 where nothing is padded.
     """
 
     requests: Sequence[Request]
@@ -62,6 +63,7 @@ class Record:
     num_finished: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_discarded_tokens: int = 0
     num_slots: int = 0
 
     @classmethod
@@ -114,8 +116,10 @@ class Record:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Beyond what the finished requests need once: all but their last token, hits apart."""
+        """Beyond what the requests need once (all but their last token, hits apart), and what was
+        discarded.
+        """
         prompts = np.array([request.num_prompt_tokens for request in self.requests])
         done = self.num_tokens > 0
         needed = int((prompts + self.num_tokens - 1)[done].sum()) - self.num_cached_tokens
-        return max(0, self.num_computed_tokens - needed)
+        return max(0, self.num_computed_tokens - needed - self.num_discarded_tokens)

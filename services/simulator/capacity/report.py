@@ -40,7 +40,7 @@ def as_json(preset: Preset, setup: Setup, rows: Sequence[Row]) -> dict[str, Any]
     complete = len(rows) == len(preset.variants(engine))
     return {
         "preset": preset.name,
-        "title": preset.title,
+        "title": preset.title if setup == preset.setup else f"{preset.name}, varied",
         "workload": setup.workload.text,
         "step_time": engine.step_time.text,
         "engine": {
@@ -50,6 +50,7 @@ def as_json(preset: Preset, setup: Setup, rows: Sequence[Row]) -> dict[str, Any]
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "prefix_caching": engine.prefix_caching,
             "bus_ms": engine.bus_ms,
+            "max_tokens": engine.max_tokens,
             "step_kind": policies.step_kind,
             "queue": policies.queue,
             "margin": policies.margin,

@@ -51,6 +51,7 @@ def summarize(record: Record) -> dict[str, Any]:
         "preemptions": record.num_preemptions,
         "computed_tokens": record.num_computed_tokens,
         "recomputed_tokens": record.num_recomputed_tokens,
+        "discarded_tokens": record.num_discarded_tokens,
         "ttft_ms": percentiles_ms(first - arrival[done]),
         "itl_ms": percentiles_ms(_all_gaps(record)),
         "tpot_ms": percentiles_ms((last - first)[several] / (count[several] - 1)),

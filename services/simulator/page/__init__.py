@@ -1,0 +1,1 @@
+"""The pictures of batching, drawn from simulated runs: one page of HTML, or PNG files."""
