@@ -36,7 +36,7 @@ test: check  ## everything: check, then all tests
 	$(call part,kernels and models,tests/kernels tests/models,150)
 
 sim: setup  ## replay one history of the simulator: make sim SEED=42
-	@$(BIN)/streetcar sim --seed $(SEED)
+	@$(BIN)/streetcar sim faults --seed $(SEED)
 
 clean:  ## remove the environment and all caches (models stay)
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: one tensor of keys and one of values for each layer.
+"""The pool of KV blocks: keys and values of all layers in one piece of memory.
 
 Invariants: physical order is [block, kv_head, slot, dim], seen as [block, slot, kv_head, dim], so a
 head's keys within a block are one run of memory; the pool starts zeroed; block 0 is the null block,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.huge_pages import zeros_in_huge_pages
 from services.models.config import ModelConfig
 
 NULL_BLOCK = 0
@@ -34,11 +35,10 @@ class KVCache:
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         assert num_blocks >= 2, "the pool needs the null block and at least one other"
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        block = (config.num_kv_heads, block_size, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
-        self._values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self._pool = zeros_in_huge_pages((config.num_layers, 2, num_blocks, *block), dtype)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -47,4 +47,5 @@ class KVCache:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""
-        return self._keys[index].permute(0, 2, 1, 3), self._values[index].permute(0, 2, 1, 3)
+        keys, values = self._pool[index].permute(0, 1, 3, 2, 4).unbind(0)
+        return keys, values

@@ -101,7 +101,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype)
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
-            weights = load_weights(source, self.dtype, progress)
+            weights = load_weights(source, self.dtype, progress, self._native)
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
             self._host = HostPool(self._cache.tensors, host_blocks)

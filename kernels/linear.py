@@ -1,8 +1,11 @@
 """Multiplication by a fixed weight matrix, packed once for the processor where that is possible.
 
-Invariants: a packed matrix gave the plain operator's answer on a probe before it was accepted; with
-packing, a row's result has the same bits whatever the other rows (tests check it), which the plain
-float32 operator does not promise.
+Three forms, the first that the machine has: our own panels and native code; oneDNN's layout; the
+plain operator.
+
+Invariants: a matrix packed by oneDNN gave the plain operator's answer on a probe before it was
+accepted; with either packing, a row's result has the same bits whatever the other rows (tests check
+it), which the plain float32 operator does not promise.
 
 Device: pure functions of their tensors.
 """
@@ -14,6 +17,9 @@ from typing import TypeAlias
 
 import torch
 
+from kernels.native import NativeKernels
+from kernels.native.arguments import LinearArguments
+
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """(rows, in_features) -> (rows, out_features)."""
 
@@ -21,15 +27,64 @@ PROBE_ROWS = 4
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative error of the probe: sums of a few thousand terms in another order."""
 
+PANEL = 64
+"""Output features of a packed panel; the same as in ``library.h``."""
 
-def make_linear(weight: torch.Tensor) -> Linear:
+NATIVE_SETS = {torch.float32: ("avx512", "avx512bf16"), torch.bfloat16: ("avx512bf16",)}
+"""Where the native code was measured to be at least as fast as oneDNN at every number of rows."""
+
+
+def make_linear(weight: torch.Tensor, native: NativeKernels | None = None) -> Linear:
     """A function x -> x @ weight.T.
 
     weight:  (out_features, in_features) float32|bfloat16|float16
+    native:  the loaded library, used where it is the fastest
     returns: function from (rows, in_features) to (rows, out_features), dtype of weight
     """
+    if native is not None and _suits_native(native, weight):
+        return _native(native, weight)
     packed = _pack(weight)
     return _plain(weight) if packed is None else packed
+
+
+def _suits_native(native: NativeKernels, weight: torch.Tensor) -> bool:
+    # Matrix tiles (AMX) are several times as fast as vectors for many rows, and oneDNN uses them.
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    known = native.isa in NATIVE_SETS.get(weight.dtype, ()) and native.takes(weight)
+    return known and weight.shape[1] % 2 == 0 and weight.numel() > 0 and not has_tiles()
+
+
+def _native(native: NativeKernels, weight: torch.Tensor) -> Linear:
+    """Panels of PANEL output features; within one, input features (pairs of bfloat16) outermost."""
+    out_features, in_features = weight.shape
+    is_bf16 = weight.dtype == torch.bfloat16
+    pair = 2 if is_bf16 else 1
+    num_panels = -(-out_features // PANEL)
+    padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
+    padded[:out_features] = weight
+    panels = padded.view(num_panels, PANEL, in_features // pair, pair).permute(0, 2, 1, 3)
+    packed = panels.contiguous()
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == in_features, f"rows of {x.shape[1]} for {in_features} features"
+        assert native.takes(x, packed) and x.stride(0) % pair == 0, "rows as the weight is packed"
+        out = torch.empty(x.shape[0], out_features, dtype=x.dtype)
+        arguments = LinearArguments(
+            x.data_ptr(),
+            packed.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            out_features,
+            x.shape[0],
+            in_features,
+            out_features,
+            is_bf16,
+            torch.get_num_threads(),
+        )
+        native.run("linear", arguments)
+        return out
+
+    return linear
 
 
 def _plain(weight: torch.Tensor) -> Linear:

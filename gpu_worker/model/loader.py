@@ -14,7 +14,8 @@ from typing import TypeAlias
 import torch
 
 from gpu_worker.model.llama import LayerWeights, LlamaWeights
-from kernels.linear import make_linear
+from kernels.linear import Linear, make_linear
+from kernels.native import NativeKernels
 from services.models.errors import ModelFileError
 from services.models.source import ModelSource
 
@@ -22,13 +23,24 @@ Progress: TypeAlias = Callable[[float, str], None]
 """Called with a fraction in [0, 1] and what is being done."""
 
 
-def load_weights(source: ModelSource, dtype: torch.dtype, progress: Progress) -> LlamaWeights:
-    """Read, check and convert all weights; raises ModelFileError."""
-    return _Loader(source, dtype).load(progress)
+def load_weights(
+    source: ModelSource,
+    dtype: torch.dtype,
+    progress: Progress,
+    native: NativeKernels | None = None,
+) -> LlamaWeights:
+    """Read, check, convert and pack all weights; raises ModelFileError.
+
+    native: the library that the linears are to run on, if there is one
+    """
+    return _Loader(source, dtype, native).load(progress)
 
 
 class _Loader:
-    def __init__(self, source: ModelSource, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: ModelSource, dtype: torch.dtype, native: NativeKernels | None
+    ) -> None:
+        self._native = native
         self._source = source
         self._config = source.config
         self._dtype = dtype
@@ -46,7 +58,7 @@ class _Loader:
         tied = config.tie_word_embeddings
         head = embedding if tied else self._weight("lm_head.weight", vocabulary)
         final_norm = self._weight("model.norm.weight", (config.hidden_size,))
-        weights = LlamaWeights(embedding, tuple(layers), final_norm, make_linear(head))
+        weights = LlamaWeights(embedding, tuple(layers), final_norm, self._linear(head))
         progress(1.0, "weights loaded")
         return weights
 
@@ -66,12 +78,15 @@ class _Loader:
         up = weight("mlp.up_proj", intermediate, hidden)
         return LayerWeights(
             input_norm=weight("input_layernorm", hidden),
-            qkv=make_linear(torch.cat((q, k, v))),
-            attention_output=make_linear(weight("self_attn.o_proj", hidden, queries)),
+            qkv=self._linear(torch.cat((q, k, v))),
+            attention_output=self._linear(weight("self_attn.o_proj", hidden, queries)),
             feed_forward_norm=weight("post_attention_layernorm", hidden),
-            gate_up=make_linear(torch.cat((gate, up))),
-            down=make_linear(weight("mlp.down_proj", hidden, intermediate)),
+            gate_up=self._linear(torch.cat((gate, up))),
+            down=self._linear(weight("mlp.down_proj", hidden, intermediate)),
         )
+
+    def _linear(self, weight: torch.Tensor) -> Linear:
+        return make_linear(weight, self._native)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         values = self._source.tensor(name)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention.cpu_backend import MAX_HEAD_DIM, attend_native, is_supported
 from kernels.attention.layout import BatchLayout, plan_attention
 from kernels.attention.torch_backend import AttentionVariant, attend_batch
+from kernels.native import NativeKernels
 
 __all__ = ["BatchLayout", "plan_attention", "varlen_paged_attention"]
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SUPPORTED_BACKENDS = ("auto", "torch")
+SUPPORTED_BACKENDS = ("auto", "torch", "cpu")
 
 
 def varlen_paged_attention(
@@ -41,6 +43,7 @@ def varlen_paged_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     backend: str = "auto",
+    native: NativeKernels | None = None,
 ) -> torch.Tensor:
     """Attention of every packed query over the keys of its own sequence.
 
@@ -59,9 +62,12 @@ def varlen_paged_attention(
     alibi_slopes: (num_heads) float32 - adds slope * (j - p)
     sinks:        (num_heads) float32 - one extra logit per head, in the denominator only
     num_decodes:  the first num_decodes sequences have exactly one query
-    layout:       ``plan_attention`` of the same index tensors, to share between layers
+    layout:       ``plan_attention`` of the same index tensors, to share between layers; only the
+                  torch backend uses it
     lse:          (num_tokens, num_heads) float32, written if given: natural logarithm of the
                   softmax denominator (a sink included), -inf for rows without keys
+    backend:      "torch"; "cpu", the native one; "auto" is native where it takes the call
+    native:       the loaded library, which "cpu" needs
     returns:      out, (num_tokens, num_heads, head_dim), dtype of q (rows past cu_seqlens_q[-1]
                   keep what they held; a fresh ``out`` holds zeros there)
 
@@ -76,11 +82,35 @@ def varlen_paged_attention(
     num_seqs = seqlens_k.shape[0]
     if num_seqs == 0 or q.shape[0] == 0 or max_seqlen_q == 0:
         return out
+    variant = AttentionVariant(scale, causal, window, softcap, alibi_slopes, sinks)
+    results = (out, lse)
+    if _chooses_native(backend, native, q, k_cache, v_cache):
+        assert native is not None
+        indices = (cu_seqlens_q, seqlens_k, block_table)
+        attend_native(native, q, (k_cache, v_cache), indices, variant, results)
+        return out
     if layout is None:
         layout = plan_attention(cu_seqlens_q, seqlens_k, block_table, k_cache)
-    variant = AttentionVariant(scale, causal, window, softcap, alibi_slopes, sinks)
-    attend_batch(q, k_cache, v_cache, layout, variant, (out, lse))
+    attend_batch(q, k_cache, v_cache, layout, variant, results)
     return out
+
+
+def _chooses_native(
+    backend: str,
+    native: NativeKernels | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> bool:
+    if backend == "torch":
+        return False
+    supported = native is not None and is_supported(native, q, k_cache, v_cache)
+    if backend == "cpu" and not supported:
+        raise ValueError(
+            f"the cpu backend needs the native library, and float32 or bfloat16 heads of an even "
+            f"size up to {MAX_HEAD_DIM} on the CPU, got {q.dtype} heads of {q.shape[2]}"
+        )
+    return supported
 
 
 def _check_arguments(

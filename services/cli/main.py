@@ -32,7 +32,10 @@ COMMANDS: Final = {
     "kv": ("services.cli.kv:app", "KV blocks: pools, tiers, tenants, hit rates; `kv check`."),
     "check": ("services.cli.check:check", "Score reference tokens, or measure perplexity."),
     "bench": ("services.cli.bench:app", "Measure the mesh."),
-    "sim": ("services.cli.sim:sim", "Replay histories of the simulator."),
+    "sim": (
+        "services.cli.sim:sim",
+        "Plan capacity on the real scheduler, or replay fault histories.",
+    ),
     "doctor": ("services.cli.doctor:doctor", "Check this machine and say what to mend."),
     "health": ("services.cli.health:health", "Wait for a heartbeat of a kind of service."),
     "models": ("services.cli.models:app", "Models: pull, list, path."),

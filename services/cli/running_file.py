@@ -1,22 +1,26 @@
-"""Where the cluster of this user runs: a small file that `up` writes and other commands read.
+"""Where the clusters of this user run: one small file each, which `up` writes and others read.
 
-Invariants: the file names a process that lives, or it is ignored; it is written whole or not at
-all. With it, `streetcar chat` needs no address.
+Invariants: a file names a process that lives, or it is ignored; it is written whole or not at
+all; a cluster removes its own file only. With it, `streetcar chat` needs no address.
 
-Shell: one file in the cache directory.
+Shell: one directory in the cache directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings
 
-_FILE_NAME: Final = "running.json"
+_DIRECTORY: Final = "running"
+_MAX_FILES: Final = 64
 _MAX_BYTES: Final = 4096
 
 
@@ -31,9 +35,9 @@ class RunningCluster:
 
 
 def remember(settings: Settings, cluster: RunningCluster) -> None:
-    """Write the file; the newest cluster wins. Where it cannot be written, nobody is told."""
-    path = settings.cache_path / _FILE_NAME
-    partial = path.with_suffix(f".{cluster.pid}")
+    """Write the file. Where it cannot be written, nobody is told."""
+    path = _path(settings, cluster.pid)
+    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(asdict(cluster)))
@@ -44,18 +48,17 @@ def remember(settings: Settings, cluster: RunningCluster) -> None:
 
 
 def forget(settings: Settings, pid: int) -> None:
-    """Remove the file if it is that of `pid`."""
-    found = _read(settings)
-    if found is not None and found.pid == pid:
-        (settings.cache_path / _FILE_NAME).unlink(missing_ok=True)
+    """Remove the file of `pid`."""
+    with contextlib.suppress(OSError):
+        _path(settings, pid).unlink(missing_ok=True)
 
 
 def find_cluster(settings: Settings) -> RunningCluster:
-    """The bus named by the settings, else the cluster that `up` started last. Raises Problem."""
+    """The bus named by the settings, else the youngest cluster that lives. Raises Problem."""
     if settings.nats_url:
         return RunningCluster(settings.nats_url, "", settings.served_name, 0)
-    found = _read(settings)
-    if found is None or not _is_alive(found.pid):
+    found = next((c for c in _recorded(settings) if _is_alive(c.pid)), None)
+    if found is None:
         raise Problem(
             "E107",
             "No cluster found",
@@ -65,12 +68,26 @@ def find_cluster(settings: Settings) -> RunningCluster:
     return found
 
 
-def _read(settings: Settings) -> RunningCluster | None:
+def _path(settings: Settings, pid: int) -> Path:
+    return settings.cache_path / _DIRECTORY / f"{pid}.json"
+
+
+def _recorded(settings: Settings) -> Iterator[RunningCluster]:
+    """What the files say, the youngest first."""
+    files = list((settings.cache_path / _DIRECTORY).glob("*.json"))[:_MAX_FILES]
+    for path in sorted(files, key=_age):
+        try:
+            with path.open("rb") as file:
+                yield RunningCluster(**json.loads(file.read(_MAX_BYTES)))
+        except (OSError, ValueError, TypeError):
+            continue
+
+
+def _age(path: Path) -> float:
     try:
-        with (settings.cache_path / _FILE_NAME).open("rb") as file:
-            return RunningCluster(**json.loads(file.read(_MAX_BYTES)))
-    except (OSError, ValueError, TypeError):
-        return None
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_alive(pid: int) -> bool:

@@ -148,7 +148,7 @@ def _run(preset: Preset, setup: Setup, only: list[str] | None) -> list[Row]:
     try:
         for row in compare(variants, setup.workload.requests(), preset.extra):
             rows.append(row)
-            progress.update(len(rows) / len(variants), row.variant.name)
+            progress.update(len(rows) / len(variants), f"ran {row.variant.name}")
     except StreetcarError as error:
         raise Problem("E109", "The simulation cannot go on", cause=str(error)) from error
     return rows

@@ -258,3 +258,25 @@ def test_a_reference_without_logprobs(tiny_directory: Path, tmp_path: Path) -> N
     assert result["mean_logprob"] == pytest.approx(sum(expected) / 2)
     assert result["num_tokens"] == 2
     assert result["reference_mean_logprob"] is None and result["max_abs_difference"] is None
+
+
+def test_without_a_compiler_torch_runs_and_says_so_once(
+    tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.native.build.COMPILERS", ())
+    runner = load(tiny_directory, native_cache=tmp_path / "native")
+    assert runner.instruction_set == ""
+    assert len(runner.notices) == 1 and "no C compiler" in runner.notices[0]
+    assert load(tiny_directory, native="off").notices == ()
+
+
+def test_native_and_torch_kernels_agree(tiny_directory: Path) -> None:
+    native, reference = load(tiny_directory), load(tiny_directory, native="off")
+    if not native.instruction_set:
+        pytest.skip(native.notices[0])
+    tokens = list(range(3, 60))
+    assert token_logprobs(native, tokens) == pytest.approx(
+        token_logprobs(reference, tokens), abs=1e-5
+    )
+    with pytest.raises(ValueError, match="instruction set"):
+        load(tiny_directory, native="sse9")

@@ -69,7 +69,7 @@ async def test_a_stop_ends_open_requests_and_leaves_nothing(tmp_path: Path, cach
                 pass
         assert (caught.value.code, caught.value.status) == ("draining", 503)
     assert mesh.close() == 0
-    assert not (cache / "running.json").exists()
+    assert not (cache / "running" / f"{mesh.process.pid}.json").exists()
     async with httpx.AsyncClient() as http:
         with pytest.raises(httpx.ConnectError):
             await http.get(f"{mesh.http_url}/livez")
@@ -343,4 +343,5 @@ async def test_other_commands_find_the_cluster(stub_mesh: Mesh, cache: Path) -> 
     ]
     assert sum(len(frame["token_ids"]) for frame in frames) == 3
     assert len(await output("generate", "Hi", "--max-tokens", "3")) == 1
-    assert json.loads((cache / "running.json").read_text())["nats_url"]
+    recorded = cache / "running" / f"{stub_mesh.process.pid}.json"
+    assert json.loads(recorded.read_text())["nats_url"] == stub_mesh.nats_url

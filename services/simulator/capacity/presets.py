@@ -209,21 +209,30 @@ def _frontier_extra(row: Row) -> dict[str, Any]:
     }
 
 
-def pareto(rows: Sequence[Row]) -> list[Row]:
-    """Rows that no other beats in both throughput and p99 TTFT, by rising throughput."""
+def pareto(rows: Sequence[Row], *latencies: str) -> list[Row]:
+    """Rows that no other beats in throughput and every one of `latencies`, by rising throughput."""
 
-    def point(row: Row) -> tuple[float, float]:
-        return (-flatten(row.summary, "output_tokens_per_s"), flatten(row.summary, "ttft_ms.p99"))
+    def point(row: Row) -> tuple[float, ...]:
+        rate = -flatten(row.summary, "output_tokens_per_s")
+        return (rate, *(flatten(row.summary, name) for name in latencies))
 
-    best: list[Row] = []
-    for row in sorted(rows, key=point):
-        if not best or point(row)[1] < point(best[-1])[1]:
-            best.append(row)
-    return best[::-1]
+    def beaten(row: Row) -> bool:
+        mine = point(row)
+        return any(
+            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True))
+            for theirs in map(point, rows)
+        )
+
+    return sorted((row for row in rows if not beaten(row)), key=point, reverse=True)
 
 
 def _frontier_verdict(rows: Sequence[Row]) -> dict[str, Any]:
-    return {"frontier": [row.variant.name for row in pareto(rows)]}
+    """frontier: by p99 TTFT; frontier_with_itl: by p99 TTFT and p99 ITL, which pull apart."""
+    both = pareto(rows, "ttft_ms.p99", "itl_ms.p99")
+    return {
+        "frontier": [row.variant.name for row in pareto(rows, "ttft_ms.p99")],
+        "frontier_with_itl": [row.variant.name for row in both],
+    }
 
 
 FRONTIER: Final = Preset(

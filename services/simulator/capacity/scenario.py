@@ -81,14 +81,14 @@ class Workload:
             "fixed": f"{prompt} prompt and {output} output tokens",
         }.get(self.kind, f"lengths of the {self.kind}")
         if self.kind == "trace":
-            return f"{len(self.trace)} recorded requests"
+            return f"{len(self.trace):,} recorded requests"
         arrivals = "all at the start"
         if self.rate:
             arrivals = f"Poisson at {self.rate:g}/s"
         elif self.period_ms:
             arrivals = f"one every {self.period_ms:g} ms"
         count = len(self.lengths) if self.kind == "preset" else self.count
-        return f"{count} requests, {lengths}, {arrivals}"
+        return f"{count:,} requests, {lengths}, {arrivals}"
 
 
 class Variant(NamedTuple):

@@ -42,15 +42,15 @@ _SPIKES: Final = ("unchunked", "fixed-512", "adaptive")
 
 def collect(report: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """`report`: of the preset that was asked for (`as_json`) -> everything the pictures need."""
-    progress(0.0, "requests in slots")
+    progress(0.0, "simulating requests in slots")
     data: dict[str, Any] = {"report": report, "gantt": _gantt()}
-    progress(0.1, "padding")
+    progress(0.1, "simulating padding")
     data["padding"] = _padding()
-    progress(0.2, "step time")
+    progress(0.2, "simulating step time")
     data["knee"] = _knee()
-    progress(0.3, "long prompt")
+    progress(0.3, "simulating long prompt")
     data["spike"] = _spike()
-    progress(0.4, "frontier")
+    progress(0.4, "simulating frontier")
     data["frontier"] = _frontier(report, progress)
     progress(1.0, "done")
     return data
@@ -218,7 +218,7 @@ def _frontier(report: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         rows = []
         for row in compare(variants, setup.workload.requests(), FRONTIER.extra):
             rows.append(row)
-            progress(0.4 + 0.6 * len(rows) / (len(variants) + 1), row.variant.name)
+            progress(0.4 + 0.6 * len(rows) / (len(variants) + 1), f"simulating {row.variant.name}")
         summaries = {row.variant.name: row.summary for row in rows}
         verdict, workload = FRONTIER.verdict(rows), setup.workload.text
     points = [
@@ -229,6 +229,7 @@ def _frontier(report: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
             "ttft": flatten(summary, "ttft_ms.p99"),
             "itl": flatten(summary, "itl_ms.p99"),
             "best": name in verdict["frontier"],
+            "kept": name in verdict["frontier_with_itl"],
         }
         for name, summary in summaries.items()
     ]

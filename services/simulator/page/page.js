@@ -407,8 +407,9 @@ function drawFrontier() {
     const here = p.seqs === seqs && p.budget === budget;
     const been = visited.has(`${p.seqs}:${p.budget}`);
     const mark = b.add("circle", {
-      cx: x(p.rate), cy: y(p[latency]), r: here ? 8 : 4.5, fill: color(here ? "--good" : "--soft"),
-      opacity: here ? 1 : been ? 0.85 : 0.35, style: "cursor:pointer",
+      cx: x(p.rate), cy: y(p[latency]), r: here ? 8 : 4.5,
+      fill: color(here ? "--good" : p.kept ? "--accent" : "--soft"),
+      opacity: here ? 1 : been || p.kept ? 0.85 : 0.35, style: "cursor:pointer",
     });
     hint(mark, `${p.seqs} sequences, ${number(p.budget)} tokens`);
     mark.addEventListener("click", () => {
@@ -421,7 +422,11 @@ function drawFrontier() {
   if (p) b.svg.appendChild(b.svg.querySelector('circle[r="8"]'));
   $("#frontier figcaption").textContent = p
     ? `${number(p.rate)} tokens/s, p99 first token ${ms(p.ttft)}, p99 between tokens ${ms(p.itl)}` +
-      `${p.best ? "; on the frontier: no other pair is better in both throughput and first token." : "."}`
+      (p.best
+        ? ". On the frontier: no other pair is better in throughput and first token."
+        : p.kept
+          ? ". Kept for its rhythm: what has more throughput or an earlier first token stalls more."
+          : ". Another pair is better in every respect.")
     : "This pair was not run: a budget below the number of sequences cannot let each decode.";
 }
 
@@ -456,7 +461,8 @@ slider("#kv", data.knee.curves.length, 0, drawKnee);
 slider("#seqs", seqsList.length, Math.min(3, seqsList.length - 1), drawFrontier);
 slider("#budget", budgetList.length, Math.min(2, budgetList.length - 1), drawFrontier);
 $("#frontier .note").textContent =
-  `${data.frontier.workload}. Lines join budgets under one cap of sequences; the labels name the cap.`;
+  `${data.frontier.workload}. Lines join budgets under one cap of sequences; the labels name the cap. ` +
+  `Red: no other pair is better in throughput, first token and rhythm alike.`;
 drawReport();
 drawAll();
 let width = window.innerWidth;

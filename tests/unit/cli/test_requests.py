@@ -146,6 +146,9 @@ def test_running_cluster_is_found_until_it_ends(tmp_path: Path) -> None:
     assert find_cluster(settings) == cluster
     forget(settings, os.getpid() + 1)
     assert find_cluster(settings) == cluster
+    # Another that has died since, and would be the younger one.
+    remember(settings, RunningCluster("nats://127.0.0.1:7", "http://127.0.0.1:6", "m", 2**22 + 1))
+    assert find_cluster(settings) == cluster
     forget(settings, os.getpid())
     with pytest.raises(Problem, match="no `streetcar up`"):
         find_cluster(settings)
@@ -154,6 +157,7 @@ def test_running_cluster_is_found_until_it_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"pid": 1}', "\x00"])
 def test_damaged_file_is_no_cluster(tmp_path: Path, content: str) -> None:
     settings = load(environ={}, flags={"cache_dir": str(tmp_path)})
-    (tmp_path / "running.json").write_text(content)
+    (tmp_path / "running").mkdir()
+    (tmp_path / "running" / f"{os.getpid()}.json").write_text(content)
     with pytest.raises(Problem, match="E107"):
         find_cluster(settings)

@@ -57,7 +57,7 @@ def data() -> dict[str, Any]:
     }
     title = "</script><b>"
     report |= {"preset": FRONTIER.name, "policies": swept, "title": title}
-    report["verdict"] = {"frontier": ["seqs-16"]}
+    report["verdict"] = {"frontier": ["seqs-16"], "frontier_with_itl": ["seqs-16"]}
     return collect(report, lambda fraction, text: None)
 
 
