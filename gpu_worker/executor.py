@@ -4,7 +4,7 @@ Plans are idempotent by (generation, epoch, step_id): a duplicate is ignored, a 
 (the scheduler polls), another epoch's plan is dropped. The last results are kept, so that a poll
 can give one again.
 
-Pure: the model is whatever has `execute(StepInputs) -> StepOutputs`.
+Pure: the model is whatever has `execute(StepInputs) -> StepOutputs` and can copy blocks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from services.contracts.step import (
 )
 from services.contracts.vectors import pack
 
-from .mirror import Mirror, Scheduled, Target
+from .mirror import CopyLists, Mirror, Scheduled, Target
 
 
 class Model(Protocol):
     def execute(self, inputs: StepInputs) -> StepOutputs: ...
 
+    def copy_blocks(self, copies: CopyLists) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What this worker can hold: lanes, tokens of a sequence, blocks, and its model's
-    vocabulary.
+    """What this worker can hold: lanes, tokens of a sequence, blocks in the pool and in host
+    memory, and its model's vocabulary. copy_block_us: measured, 0 where unknown.
     """
 
     max_num_seqs: int
@@ -49,6 +51,8 @@ class EngineShape:
     block_size: int
     num_blocks: int
     vocab_size: int
+    host_blocks: int = 0
+    copy_block_us: int = 0
 
 
 class Executor:
@@ -65,6 +69,7 @@ class Executor:
             max_model_len=shape.max_model_len,
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
+            host_blocks=shape.host_blocks,
         )
         self.shape = shape
         self.generation = generation
@@ -93,6 +98,8 @@ class Executor:
             max_num_seqs=self.shape.max_num_seqs,
             max_model_len=self.shape.max_model_len,
             vocab_size=self.shape.vocab_size,
+            host_blocks=self.shape.host_blocks,
+            copy_block_us=self.shape.copy_block_us,
         )
         return self._attached
 
@@ -131,6 +138,9 @@ class Executor:
         plan that cannot be.
         """
         scheduled = self._mirror.apply(plan)
+        copies = self._mirror.copies(plan)
+        if copies is not None:
+            self._model.copy_blocks(copies)
         inputs, targets = self._mirror.inputs(scheduled)
         outputs = self._model.execute(inputs)
         self._mirror.accept(scheduled, outputs.token_ids)

@@ -40,6 +40,11 @@ class KVCache:
         self.block_size = block_size
         self._pool = zeros_in_huge_pages((config.num_layers, 2, num_blocks, *block), dtype)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, each (num_blocks, num_kv_heads, block_size, head_dim)."""
+        return [*self._keys, *self._values]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""
         keys, values = self._pool[index].permute(0, 1, 3, 2, 4).unbind(0)

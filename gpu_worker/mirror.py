@@ -47,14 +47,30 @@ class Target(NamedTuple):
     first: int
 
 
+class CopyLists(NamedTuple):
+    """Copies of one step, outs first: int32 [n] blocks and [n] host slots of each direction."""
+
+    out_blocks: Int32Array
+    out_slots: Int32Array
+    in_slots: Int32Array
+    in_blocks: Int32Array
+
+
 class Mirror:
     """Lane state between steps. apply -> inputs -> (the step runs) -> accept."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.host_blocks = host_blocks
         self.max_model_len = max_model_len
         self.rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
 
@@ -138,6 +154,23 @@ class Mirror:
         sampled = caught_up[np.argsort(lanes[caught_up], kind="stable")].astype(np.int32)
         _require(bool((rows.tokens[lanes[sampled]] <= self.max_model_len).all()), "a lane is full")
         return Scheduled(lanes, counts, len(decodes), sampled)
+
+    def copies(self, plan: StepPlan) -> CopyLists | None:
+        """What is to be copied before `plan` computes, or None."""
+        if not plan.copies_out and not plan.copies_in:
+            return None
+        out_pairs, in_pairs = unpack(plan.copies_out), unpack(plan.copies_in)
+        _require(len(out_pairs) % 2 == len(in_pairs) % 2 == 0, "half a copy")
+        lists = CopyLists(out_pairs[::2], out_pairs[1::2], in_pairs[::2], in_pairs[1::2])
+        for blocks in (lists.out_blocks, lists.in_blocks):
+            known = (blocks > 0) & (blocks < self.num_blocks)
+            _require(bool(known.all()), "a copy names a block that is not in the pool")
+        for slots in (lists.out_slots, lists.in_slots):
+            known = (slots >= 0) & (slots < self.host_blocks)
+            _require(bool(known.all()), "a copy names a host slot that does not exist")
+        for written in (lists.out_slots, lists.in_blocks):
+            _require(len(np.unique(written)) == len(written), "two copies write to one place")
+        return lists
 
     # ---- the packed inputs
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpu_worker.host_pool import HostPool
 from gpu_worker.inputs import (
     PromptLogprobRequest,
     SamplingBatch,
@@ -21,6 +22,7 @@ from gpu_worker.inputs import (
     TokenLogprobs,
 )
 from gpu_worker.kv_cache import KVCache
+from gpu_worker.mirror import CopyLists
 from gpu_worker.model.llama import LlamaModel, PackedBatch
 from gpu_worker.model.loader import Progress, load_weights
 from gpu_worker.sampler import sample, score_targets
@@ -82,6 +84,7 @@ class ModelRunner:
         max_model_len: int | None,
         progress: Progress,
         num_threads: int | None = None,
+        host_blocks: int = 0,
         native: str = "auto",
         native_cache: Path | None = None,
     ) -> None:
@@ -102,6 +105,8 @@ class ModelRunner:
             weights = load_weights(source, self.dtype, progress, self._native)
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
+            self._host = HostPool(self._cache.tensors, host_blocks)
+        self.copy_block_us = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -139,8 +144,16 @@ class ModelRunner:
         prompt_logprobs = [self._score(hidden, request) for request in inputs.prompt_logprobs]
         return StepOutputs(token_ids, finite, logprobs, prompt_logprobs)
 
+    @torch.inference_mode()
+    def copy_blocks(self, copies: CopyLists) -> None:
+        """Copies between the cache and host memory, outs before ins."""
+        self._host.copy_out(torch.from_numpy(copies.out_blocks), torch.from_numpy(copies.out_slots))
+        self._host.copy_in(torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks))
+
     def warm_up(self) -> None:
         """Run a prompt and a decode that write nothing, so that no request pays for first calls."""
+        with torch.inference_mode():
+            self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
 

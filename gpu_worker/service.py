@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -35,6 +35,9 @@ from services.runtime.settings import Settings
 from .executor import EngineShape, Executor, Model
 from .shadow import ShadowModel
 from .stub import StubModel
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
 
 STUB_VOCAB_SIZE: Final = 32_768
 STUB_MODEL_LEN: Final = 8192
@@ -173,22 +176,28 @@ def build_executor(settings: Settings, generation: int) -> Executor:
             block_size=settings.block_size,
             vocab_size=STUB_VOCAB_SIZE,
             verify=False,
+            host_blocks=settings.host_blocks,
         )
         model: Model = StubModel(shadow, settings.step_ms / 1000)
+        copy_block_us = 0
         max_model_len, vocab_size = settings.max_model_len or STUB_MODEL_LEN, STUB_VOCAB_SIZE
     else:
-        model, max_model_len, vocab_size = _load_model(settings)
+        runner = _load_model(settings)
+        model, max_model_len = runner, runner.max_model_len
+        vocab_size, copy_block_us = runner.config.vocab_size, runner.copy_block_us
     shape = EngineShape(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         vocab_size=vocab_size,
+        host_blocks=settings.host_blocks,
+        copy_block_us=copy_block_us,
     )
     return Executor(model, generation, shape)
 
 
-def _load_model(settings: Settings) -> tuple[Model, int, int]:
+def _load_model(settings: Settings) -> ModelRunner:
     # The threads of a step share the cores with the mesh: spinning between operations would take
     # them from it. Read by the OpenMP library when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
@@ -205,6 +214,7 @@ def _load_model(settings: Settings) -> tuple[Model, int, int]:
             max_model_len=settings.max_model_len or None,
             progress=report_progress,
             num_threads=settings.threads or None,
+            host_blocks=settings.host_blocks,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None
@@ -212,7 +222,7 @@ def _load_model(settings: Settings) -> tuple[Model, int, int]:
         raise Problem("E103", "Settings do not fit the model", cause=str(error)) from None
     report_progress(1.0, "warming up")
     runner.warm_up()
-    return runner, runner.max_model_len, runner.config.vocab_size
+    return runner
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

@@ -21,6 +21,8 @@ from gpu_worker.inputs import (
     UInt64s,
 )
 
+from .mirror import CopyLists
+
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _UNWRITTEN = np.int32(-1)
@@ -34,7 +36,13 @@ class ShadowModel:
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, vocab_size: int, verify: bool = True
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        verify: bool = True,
+        host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -43,6 +51,21 @@ class ShadowModel:
         self._tokens: Int32s = np.full(num_slots, _UNWRITTEN, dtype=np.int32)
         self._positions: Int32s = np.full(num_slots, _UNWRITTEN, dtype=np.int32)
         self._prefix: UInt64s = np.zeros(num_slots, dtype=np.uint64)
+        host = (host_blocks, block_size)
+        self._host_tokens: Int32s = np.full(host, _UNWRITTEN, dtype=np.int32)
+        self._host_positions: Int32s = np.full(host, _UNWRITTEN, dtype=np.int32)
+        self._host_prefix: UInt64s = np.zeros(host, dtype=np.uint64)
+
+    def copy_blocks(self, copies: CopyLists) -> None:
+        """Move what is remembered between blocks and host slots, outs before ins."""
+        for pool, host in (
+            (self._tokens, self._host_tokens),
+            (self._positions, self._host_positions),
+            (self._prefix, self._host_prefix),
+        ):
+            blocks = pool.reshape(-1, self.block_size)
+            host[copies.out_slots] = blocks[copies.out_blocks]
+            blocks[copies.in_blocks] = host[copies.in_slots]
 
     def execute(self, inputs: StepInputs) -> StepOutputs:
         slots = inputs.slot_mapping

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from gpu_worker.inputs import StepInputs, StepOutputs
+from gpu_worker.mirror import CopyLists
 from gpu_worker.shadow import ShadowModel
 
 
@@ -18,6 +19,9 @@ class StubModel:
     def __init__(self, shadow: ShadowModel, step_s: float) -> None:
         self._shadow = shadow
         self._step_s = step_s
+
+    def copy_blocks(self, copies: CopyLists) -> None:
+        self._shadow.copy_blocks(copies)
 
     def execute(self, inputs: StepInputs) -> StepOutputs:
         end = time.monotonic() + self._step_s

@@ -1,25 +1,37 @@
 """What blocks contain: a chain of entries, one per distinct full block of tokens under a salt,
 found by hash.
 
-An entry lives while a block has it or a later entry continues it, so a block that is computed again
-after its eviction is the same entry again, and what was cached behind it is found again. Tokens are
-compared wherever a hash
-matches: a collision is a miss, never another prompt's KV.
+An entry lives while a block or a host slot has it, or a later entry continues it, so a block that
+is computed again after its eviction is the same entry again, and what was cached behind it is found
+again. Tokens are compared wherever a hash matches: a collision is a miss, never another prompt's
+KV.
 
 Pure.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 
 class Entry:
-    """Content of one block. block_id: the block that is found under `hash`, or None (none, or a
-    duplicate).
+    """Content of one block.
+
+    block_id: the block that is found under `hash`, or None (none, or a duplicate). host_slot: where
+    host memory has it. arrival: the block that a copy from host memory is about to fill.
     """
 
-    __slots__ = ("__weakref__", "block_id", "hash", "parent", "salt", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "block_id",
+        "hash",
+        "host_slot",
+        "parent",
+        "salt",
+        "tokens",
+    )
 
     def __init__(
         self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
@@ -29,10 +41,44 @@ class Entry:
         self.parent = parent
         self.salt = salt
         self.block_id: int | None = None
+        self.host_slot: int | None = None
+        self.arrival: Arrival | None = None
 
     def is_same(self, tokens: bytes, parent: Entry | None, salt: bytes) -> bool:
         """True for the very same content: `parent` by identity, and so every token before it."""
         return self.tokens == tokens and self.parent is parent and self.salt == salt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteBack:
+    """A copy that saves `entry`, which `block_id` held, in `host_slot`."""
+
+    block_id: int
+    host_slot: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A copy that fills `block_id` with `entry` from `host_slot`."""
+
+    host_slot: int
+    block_id: int
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Copies:
+    """What the reply to one request must have copied, and so what a confirmation confirms."""
+
+    outs: list[WriteBack] = field(default_factory=list)
+    ins: list[Arrival] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.outs or self.ins)
+
+    def __len__(self) -> int:
+        return len(self.outs) + len(self.ins)
 
 
 class PrefixIndex:
@@ -40,6 +86,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def intern(
         self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
@@ -56,9 +105,9 @@ class PrefixIndex:
     def find(
         self, content_hash: bytes, tokens: bytes, parent: Entry | None, salt: bytes
     ) -> Entry | None:
-        """The entry of this content, where a block can be found under it."""
+        """The entry of this content, wherever it lies; None where there is none."""
         entry = self._entries.get(content_hash)
-        if entry is None or entry.block_id is None or not entry.is_same(tokens, parent, salt):
+        if entry is None or not entry.is_same(tokens, parent, salt):
             return None
         return entry
 

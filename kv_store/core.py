@@ -1,26 +1,25 @@
-"""The ledger's state machine: every engine's pool, and whom it is leased to.
+"""The ledger's state machine: every engine's books, and whom they are kept for.
 
 Invariants: nothing is granted to an epoch before its snapshot; a lower epoch or another generation
-changes nothing; deltas are applied in order, and a gap stops grants until a snapshot repairs it;
-each request is closed once.
+changes nothing.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from services.contracts.beats import Beat, KvPoolLoad, ServiceKind
 from services.contracts.codec import Message
-from services.contracts.errors import InvariantError, WireError
-from services.contracts.hashing import HASH_BYTES
+from services.contracts.errors import InvariantError
 from services.contracts.kv import (
-    NO_PARENT,
-    Commits,
+    KvCheck,
+    KvCheckRequest,
     KvDelta,
+    KvReport,
+    KvReportRequest,
     KvSnapshot,
     KvStatus,
     LeaseReply,
@@ -29,20 +28,19 @@ from services.contracts.kv import (
     LookupRequest,
 )
 from services.contracts.limits import MAX_NAMES
-from services.contracts.streams import Arrival, StreamReceiver
-from services.contracts.vectors import pack, unpack
 
 from .block_pool import BlockPool
+from .ledger import Ledger
+from .report import check, report
 
-# Answered requests whose reply the scheduler may yet abandon; it abandons within milliseconds.
-MAX_OPEN_REQUESTS: Final = 8192
+Question: TypeAlias = LookupRequest | LeaseRequest | KvReportRequest | KvCheckRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request with a reply subject; `reply` is opaque and comes back in the effect."""
 
-    message: LookupRequest | LeaseRequest
+    message: Question
     reply: str
 
 
@@ -56,41 +54,30 @@ Event: TypeAlias = Asked | KvDelta | KvSnapshot | Beat
 Effect: TypeAlias = Reply
 
 
-@dataclass(slots=True)
-class Ledger:
-    """One engine. granted: blocks of answered requests by number, until a delta or snapshot closes
-    them.
-    """
-
-    generation: int
-    epoch: int
-    pool: BlockPool
-    deltas: StreamReceiver
-    closed_through: int
-    granted: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
-    need_snapshot: bool = False
-    next_part: int = 0
-
-
 class KvCore:
-    """See the module. Has no timers."""
+    """See the module. Has no timers. tenant_share: part of either tier's cached blocks that one
+    tenant may have.
+    """
 
     wake_at_ns: int | None = None
 
-    def __init__(self, service_id: str) -> None:
+    def __init__(self, service_id: str, tenant_share: float = 1.0) -> None:
         self.service_id = service_id
+        self.tenant_share = tenant_share
         self.ledgers: dict[str, Ledger] = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         match event:
-            case Asked(message=LookupRequest() as lookup):
-                return [Reply(event.reply, self._lookup(lookup))]
-            case Asked(message=LeaseRequest() as lease):
-                return [Reply(event.reply, self._lease(lease))]
+            case Asked():
+                return [Reply(event.reply, self._answer(event.message))]
             case KvDelta():
-                self._delta(event)
+                ledger = self.ledgers.get(event.engine)
+                if ledger is not None and ledger.owns(event.generation, event.epoch):
+                    ledger.apply(event)
             case KvSnapshot():
-                self._snapshot(event)
+                ledger = self._ledger_for(event)
+                if ledger is not None:
+                    ledger.restore(event)
             case Beat():
                 self._beat(event)
         return []
@@ -100,159 +87,50 @@ class KvCore:
 
     # ---- requests
 
-    def _status(self, request: LookupRequest | LeaseRequest) -> tuple[KvStatus, Ledger | None]:
+    def _answer(self, request: Question) -> Message:
         ledger = self.ledgers.get(request.engine)
-        if ledger is None:
-            return KvStatus.NEED_SNAPSHOT, None
-        if request.epoch < ledger.epoch or request.generation < ledger.generation:
-            return KvStatus.STALE, ledger
-        if request.epoch > ledger.epoch or request.generation > ledger.generation:
-            return KvStatus.NEED_SNAPSHOT, ledger
-        if ledger.need_snapshot or ledger.next_part:
-            return KvStatus.NEED_SNAPSHOT, ledger
-        return KvStatus.OK, ledger
+        match request:
+            case LookupRequest() | LeaseRequest():
+                return self._grant(request, ledger)
+            case KvReportRequest():
+                if ledger is None:
+                    return KvReport(engine=request.engine)
+                return report(request.engine, ledger, request.max_tenants)
+            case KvCheckRequest():
+                if ledger is None:
+                    return KvCheck(engine=request.engine)
+                return check(request.engine, ledger)
 
-    def _lookup(self, request: LookupRequest) -> LookupReply:
-        status, ledger = self._status(request)
-        hits: list[int] = []
-        if status is KvStatus.OK and ledger is not None and self._is_new(ledger, request.number):
-            stride = 4 * ledger.pool.block_size
-            hashes = _split(request.hashes, HASH_BYTES)
-            tokens = _split(request.token_ids, stride)
-            if len(hashes) != len(tokens):
-                raise WireError(f"{len(hashes)} hashes for {len(tokens)} blocks of tokens")
-            self._remember(ledger, request.number, ledger.pool.lookup(request.salt, hashes, tokens))
+    @staticmethod
+    def _grant(request: LookupRequest | LeaseRequest, ledger: Ledger | None) -> Message:
+        status, epoch = KvStatus.NEED_SNAPSHOT, request.epoch
+        if ledger is not None:
+            status = ledger.status_for(request.generation, request.epoch)
+            epoch = ledger.epoch if status is KvStatus.STALE else epoch
         if status is KvStatus.OK and ledger is not None:
-            hits = ledger.granted.get(request.number, [])
-        return LookupReply(
-            generation=request.generation,
-            epoch=self._epoch_for(status, request.epoch, ledger),
-            number=request.number,
-            status=status,
-            block_ids=pack(hits),
-        )
+            if isinstance(request, LookupRequest):
+                return ledger.lookup(request)
+            return ledger.lease(request)
+        kind = LookupReply if isinstance(request, LookupRequest) else LeaseReply
+        return kind(request.generation, epoch, request.number, status)
 
-    def _lease(self, request: LeaseRequest) -> LeaseReply:
-        status, ledger = self._status(request)
-        granted: list[int] = []
-        available = 0
-        if status is KvStatus.OK and ledger is not None:
-            if self._is_new(ledger, request.number):
-                self._remember(ledger, request.number, ledger.pool.grant(request.num_blocks))
-            granted = ledger.granted.get(request.number, [])
-            available = ledger.pool.num_available
-        return LeaseReply(
-            generation=request.generation,
-            epoch=self._epoch_for(status, request.epoch, ledger),
-            number=request.number,
-            status=status,
-            block_ids=pack(granted),
-            num_available=available,
-        )
-
-    @staticmethod
-    def _epoch_for(status: KvStatus, epoch: int, ledger: Ledger | None) -> int:
-        return ledger.epoch if status is KvStatus.STALE and ledger is not None else epoch
-
-    @staticmethod
-    def _is_new(ledger: Ledger, number: int) -> bool:
-        """False for a repeated request, which gets the same answer, and for a closed one, which
-        gets nothing.
-        """
-        return number > ledger.closed_through and number not in ledger.granted
-
-    @staticmethod
-    def _remember(ledger: Ledger, number: int, block_ids: list[int]) -> None:
-        ledger.granted[number] = block_ids
-        while len(ledger.granted) > MAX_OPEN_REQUESTS:
-            closed, _ = ledger.granted.popitem(last=False)
-            ledger.closed_through = max(ledger.closed_through, closed)
-
-    # ---- deltas and snapshots
-
-    def _delta(self, delta: KvDelta) -> None:
-        ledger = self.ledgers.get(delta.engine)
-        if ledger is None or (delta.generation, delta.epoch) != (ledger.generation, ledger.epoch):
-            return
-        match ledger.deltas.arrive(delta.number):
-            case Arrival.DUPLICATE:
-                return
-            case Arrival.GAP:
-                ledger.need_snapshot = True
-                return
-        if ledger.need_snapshot or ledger.next_part:
-            # The rest of a snapshot is missing: what deltas speak of may be in it.
-            ledger.need_snapshot = True
-            return
-        if delta.commits is not None:
-            self._commit(ledger, delta.commits)
-        for block_id in unpack(delta.released).tolist():
-            ledger.pool.release(block_id)
-        for number in unpack(delta.abandoned).tolist():
-            for block_id in reversed(ledger.granted.pop(number, [])):
-                ledger.pool.release(block_id)
-            # An abandoned request may still be on its way: answering it later would leak what it
-            # took.
-            ledger.granted[number] = []
-
-    def _commit(self, ledger: Ledger, commits: Commits) -> None:
-        block_ids = unpack(commits.block_ids).tolist()
-        parents = unpack(commits.parents).tolist()
-        hashes = _split(commits.hashes, HASH_BYTES)
-        tokens = _split(commits.token_ids, 4 * ledger.pool.block_size)
-        if not len(block_ids) == len(parents) == len(hashes) == len(tokens):
-            raise WireError("the columns of a commit differ in length")
-        salts = iter(commits.salts)
-        for block_id, parent, content_hash, block_tokens in zip(
-            block_ids, parents, hashes, tokens, strict=True
-        ):
-            if parent == NO_PARENT:
-                ledger.pool.commit(block_id, content_hash, block_tokens, None, next(salts, b""))
-            else:
-                salt = ledger.pool.salt_of(parent)
-                ledger.pool.commit(block_id, content_hash, block_tokens, parent, salt)
-
-    def _snapshot(self, snapshot: KvSnapshot) -> None:
-        ledger = self._ledger_for(snapshot)
-        if ledger is None:
-            return
-        if snapshot.part == 0:
-            ledger.pool.revoke()
-            ledger.granted.clear()
-            ledger.next_part = 0
-        elif snapshot.part != ledger.next_part:
-            ledger.need_snapshot, ledger.next_part = True, 0
-            return
-        for block_id, holds in zip(
-            unpack(snapshot.block_ids).tolist(), unpack(snapshot.holds).tolist(), strict=True
-        ):
-            ledger.pool.adopt(block_id, holds)
-        self._commit(ledger, snapshot.commits)
-        ledger.next_part = (snapshot.part + 1) % snapshot.parts
-        if ledger.next_part == 0:
-            ledger.deltas.restart(snapshot.number)
-            ledger.closed_through = snapshot.closed_through
-            ledger.need_snapshot = False
+    # ---- what schedulers say
 
     def _ledger_for(self, snapshot: KvSnapshot) -> Ledger | None:
-        """The ledger that the snapshot speaks of, opened or emptied as its generation and epoch
-        demand.
+        """The ledger that the snapshot speaks of, opened or emptied as its generation demands; None
+        where the snapshot comes too late.
         """
         ledger = self.ledgers.get(snapshot.engine)
         if ledger is None or snapshot.generation > ledger.generation:
             if ledger is None and len(self.ledgers) >= MAX_NAMES:
                 raise InvariantError(f"more than {MAX_NAMES} engines")
-            ledger = Ledger(
-                snapshot.generation,
-                snapshot.epoch,
-                BlockPool(snapshot.num_blocks, snapshot.block_size),
-                StreamReceiver(),
-                closed_through=0,
+            pool = BlockPool(
+                snapshot.num_blocks, snapshot.block_size, snapshot.host_blocks, self.tenant_share
             )
+            ledger = Ledger(snapshot.generation, snapshot.epoch, pool)
             self.ledgers[snapshot.engine] = ledger
         if snapshot.generation < ledger.generation or snapshot.epoch < ledger.epoch:
             return None
-        ledger.epoch = snapshot.epoch
         return ledger
 
     def _beat(self, beat: Beat) -> None:
@@ -264,27 +142,17 @@ class KvCore:
         for mark in beat.streams:
             ledger = self.ledgers.get(mark.name)
             if ledger is not None and beat.service_id == mark.name:
-                same = (beat.generation, beat.epoch) == (ledger.generation, ledger.epoch)
+                same = ledger.owns(beat.generation, beat.epoch)
                 if same and ledger.deltas.behind(mark.number):
                     ledger.need_snapshot = True
+
+    # ---- what others may ask
 
     def beat(self) -> Beat:
         return Beat(
             kind=ServiceKind.KV_STORE,
             service_id=self.service_id,
-            pools=[
-                KvPoolLoad(
-                    engine=engine,
-                    generation=ledger.generation,
-                    epoch=ledger.epoch,
-                    num_blocks=ledger.pool.num_blocks,
-                    num_free=ledger.pool.num_free,
-                    num_leased=ledger.pool.num_leased,
-                    num_cached=ledger.pool.num_cached,
-                    need_snapshot=ledger.need_snapshot,
-                )
-                for engine, ledger in self.ledgers.items()
-            ],
+            pools=[_load(engine, ledger) for engine, ledger in self.ledgers.items()],
         )
 
     def check_invariants(self) -> None:
@@ -292,7 +160,18 @@ class KvCore:
             ledger.pool.check_invariants()
 
 
-def _split(buffer: bytes, stride: int) -> list[bytes]:
-    if len(buffer) % stride:
-        raise WireError(f"a column of {len(buffer)} bytes is no multiple of {stride}")
-    return [buffer[i : i + stride] for i in range(0, len(buffer), stride)]
+def _load(engine: str, ledger: Ledger) -> KvPoolLoad:
+    pool = ledger.pool
+    return KvPoolLoad(
+        engine=engine,
+        generation=ledger.generation,
+        epoch=ledger.epoch,
+        num_blocks=pool.num_blocks,
+        num_free=pool.num_free,
+        num_leased=pool.num_leased,
+        num_cached=pool.num_cached,
+        need_snapshot=ledger.need_snapshot,
+        num_host_blocks=pool.host.num_slots,
+        num_host_free=pool.host.num_free,
+        num_host_cached=pool.host.num_cached,
+    )

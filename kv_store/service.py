@@ -14,17 +14,24 @@ from collections import Counter
 from services.contracts import codec
 from services.contracts.beats import Beat
 from services.contracts.errors import WireError
-from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupRequest
+from services.contracts.kv import (
+    KvCheckRequest,
+    KvDelta,
+    KvReportRequest,
+    KvSnapshot,
+    LeaseRequest,
+    LookupRequest,
+)
 from services.runtime.actor import Actor
 from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.log import get_logger, report_ready
 from services.runtime.service import beat_forever, connect, run_together, subjects
 from services.runtime.settings import Settings
 
-from .core import Asked, Event, KvCore, Reply
+from .core import Asked, Event, KvCore, Question, Reply
 
-_decoder: codec.Decoder[LookupRequest | LeaseRequest | KvDelta | KvSnapshot] = codec.Decoder(
-    LookupRequest, LeaseRequest, KvDelta, KvSnapshot
+_decoder: codec.Decoder[Question | KvDelta | KvSnapshot] = codec.Decoder(
+    LookupRequest, LeaseRequest, KvReportRequest, KvCheckRequest, KvDelta, KvSnapshot
 )
 _beat_decoder = codec.Decoder(Beat)
 
@@ -42,10 +49,10 @@ class KvService:
         except WireError as error:
             self._drop(delivery, error)
             return
-        if isinstance(message, LookupRequest | LeaseRequest):
-            self.actor.post(Asked(message, delivery.reply))
-        else:
+        if isinstance(message, KvDelta | KvSnapshot):
             self.actor.post(message)
+        else:
+            self.actor.post(Asked(message, delivery.reply))
 
     def on_beat(self, delivery: Delivery) -> None:
         try:
@@ -65,7 +72,7 @@ class KvService:
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     names = subjects(settings)
     bus = await connect(settings, settings.kv_store_id, stopping)
-    core = KvCore(settings.kv_store_id)
+    core = KvCore(settings.kv_store_id, settings.tenant_cache_share)
     service = KvService(core, bus)
     endpoint = Endpoint("ledger", names.any_kv, service.on_message, queue="kv_store")
     await bus.serve("streetcar-kv-store", "Streetcar: KV-block ledger", [endpoint])

@@ -17,6 +17,7 @@ from .lease import Lease, Pool, low_water_blocks
 from .pipeline import Pipeline
 from .planning import Experience, Planner, Shape, Step
 from .policies import Policies
+from .policies.queueing import next_in_line
 from .reclaim import Reclaim
 from .results import Ended, apply_result
 from .sequence import NO_LANE, Sequence, SequenceStatus
@@ -53,6 +54,7 @@ class Batch:
         self._leaving: list[int] = []
         self._reset = True
         self._stalled = False
+        self._deferred: set[int] = set()
         self._tried_ns = -1
 
     # ---- time
@@ -94,12 +96,13 @@ class Batch:
         """Once no step names `seq`: what it held goes back, and a preempted one waits anew."""
         if seq.num_in_flight or seq.lane != NO_LANE:
             return
-        self.lease.release(seq)
+        self._unpin(seq)
         self.reclaim.returned(seq)
-        seq.looked_up = False
         if seq.status is SequenceStatus.PREEMPTED:
             seq.move(SequenceStatus.WAITING)
             self.waiting.add(seq)
+        elif seq.status is SequenceStatus.FINISHED:
+            self._deferred.discard(seq.uid)
 
     # ---- steps
 
@@ -124,6 +127,7 @@ class Batch:
     def take_result(self, result: StepResult, now_ns: int, updates: UpdateLog) -> list[Ended]:
         """The oldest step's result -> sequences that it ends, which the caller finishes."""
         step = self.pipeline.finish(result.elapsed_us, result.waited_us, now_ns)
+        self.lease.step_ended(step.step_id)
         return apply_result(step, result, self.lanes, self.lease, updates)
 
     def departed_blocks_back(self, step: Step) -> None:
@@ -141,6 +145,7 @@ class Batch:
             seq.move(SequenceStatus.DRAINING)
 
     def _publish(self, step: Step, now_ns: int) -> StepPlan:
+        copies_out, copies_in = self.lease.copies.publish(step.step_id)
         plan = StepPlan(
             generation=self.pool.generation,
             epoch=self.pool.epoch,
@@ -155,11 +160,42 @@ class Batch:
             hold=pack(step.held),
             append_lanes=pack([lane for lane, _ in step.appended]),
             append_blocks=pack([block for _, block in step.appended]),
+            copies_out=copies_out,
+            copies_in=copies_in,
         )
         self._reset = False
         self._leaving = []
         self.pipeline.publish(step, plan, now_ns)
         return plan
+
+    # ---- the ledger
+
+    @property
+    def recompute_block_us(self) -> int:
+        """What one more block of tokens adds to a step, as far as steps have told; 0: not known."""
+        size, times = self.pool.block_size, self.experience.times
+        return (times.predict_ns(2 * size, 0) - times.predict_ns(size, 0)) // 1000
+
+    def may_look_up(self, seq: Sequence) -> bool:
+        """False while `seq` has had to give its blocks back and there is no room for all of it."""
+        if seq.uid in self._deferred:
+            needed = seq.num_blocks_for(seq.num_tokens, self.pool.block_size)
+            if self.lanes.num_active and needed > self.lease.num_usable - self.lease.num_held:
+                return False
+            self._deferred.discard(seq.uid)
+        return True
+
+    def prepare_snapshot(self) -> None:
+        """Give up what only the ledger's memory of this epoch would make good: blocks that wait for
+        a copy which no plan carries.
+        """
+        self.lease.snapshot_due = True
+        pending = self.lease.copies.pending_blocks
+        for seq in self.waiting:
+            if not pending.isdisjoint(seq.block_ids):
+                self.lease.release(seq)
+                seq.looked_up = False
+        self.lease.copies.clear_pending()
 
     # ---- blocks are short
 
@@ -173,7 +209,7 @@ class Batch:
             return False
         pinned = [seq for seq in self.waiting if seq.block_ids]
         if pinned:
-            self.lease.release(pinned[-1])
+            self._unpin(pinned[-1])
             return True
         seq = self.reclaim.choose(self.lanes.sequences)
         if seq is not None:
@@ -184,7 +220,17 @@ class Batch:
         """Nothing runs and the head does not fit: what those behind it pin must not stop it."""
         if self.lanes.num_active or self.pipeline.steps:
             return False
-        pinned = [seq for seq in list(self.waiting)[1:] if seq.block_ids]
+        queue, served = self.planner.policies.queue, self.experience.counters.served
+        head = next(iter(next_in_line(queue, self.waiting.ready(), served)), None)
+        pinned = [seq for seq in self.waiting if seq.block_ids and seq is not head]
         for seq in pinned:
-            self.lease.release(seq)
+            self._unpin(seq)
         return bool(pinned)
+
+    def _unpin(self, seq: Sequence) -> None:
+        """What it held goes back, and is looked up again when there is room: sooner, the pins would
+        only take the blocks that were needed.
+        """
+        self.lease.release(seq)
+        seq.looked_up = False
+        self._deferred.add(seq.uid)

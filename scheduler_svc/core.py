@@ -142,6 +142,8 @@ class SchedulerCore:
         """After every event: plan if it is time, then say what changed, in the order of need."""
         if self.link.is_ready:
             lease = self.batch.lease
+            if lease.snapshot_due and not lease.copies.are_in_flight:
+                self._send_snapshot()
             self._ask_lookups(now_ns)
             self.batch.planner.votes = self.ballots.votes(now_ns)
             self._effects.extend(self.batch.plans_due(now_ns, self.updates))
@@ -288,13 +290,14 @@ class SchedulerCore:
 
     def _ask_lookups(self, now_ns: int) -> None:
         lease = self.batch.lease
-        if not (self.config.prefix_caching and lease.bound):
+        if not (self.config.prefix_caching and lease.bound) or lease.snapshot_due:
             return
         for seq in self.waiting.head(self.batch.lanes.num_free + LOOKUPS_AHEAD):
-            if seq.looked_up or not seq.reads_cache:
+            if seq.looked_up or not seq.reads_cache or not self.batch.may_look_up(seq):
                 continue
             seq.looked_up = True
-            ask = lease.ask_lookup(seq, seq.token_ids[: seq.num_tokens], now_ns)
+            known = seq.token_ids[: seq.num_tokens]
+            ask = lease.ask_lookup(seq, known, now_ns, self.batch.recompute_block_us)
             if ask is not None:
                 self.waiting.begin_lookup(seq)
                 self._effects.append(ask)
@@ -308,13 +311,14 @@ class SchedulerCore:
             return
         if reply.status is KvStatus.NEED_SNAPSHOT:
             if reply.number in self.batch.lease.lookups:
-                self._send_snapshot()
+                self.batch.lease.snapshot_due = True
             return
         hits = unpack(reply.block_ids)
-        seq = self.batch.lease.close_lookup(reply.number, hits)
+        lease = self.batch.lease
+        seq = lease.close_lookup(reply.number, hits, reply.copies_out, reply.copies_in)
         if seq is not None:
             self.waiting.end_lookup(seq)
-            self.totals.num_prefix_hits += len(hits) * self.batch.lease.block_size
+            self.totals.num_prefix_hits += len(hits) * lease.block_size
 
     def _drop_lookup(self, seq: Sequence) -> None:
         lease = self.batch.lease
@@ -336,7 +340,7 @@ class SchedulerCore:
         elif self.link.owns(reply.generation, reply.epoch):
             awaited = self.batch.lease.on_lease(reply)
             if awaited and reply.status is KvStatus.NEED_SNAPSHOT:
-                self._send_snapshot()
+                self.batch.lease.snapshot_due = True
 
     def _on_stale_ledger(self, epoch: int) -> None:
         """The ledger knows a higher epoch: another has, or had, this engine. Attach above it."""
@@ -348,6 +352,7 @@ class SchedulerCore:
         lease = self.batch.lease
         for number in list(lease.lookups):
             self.waiting.end_lookup(lease.give_up_lookup(number))
+        self.batch.prepare_snapshot()
         lanes = self.batch.lanes
         holders = [(seq, lanes.known_token_ids(seq)) for seq in self._holders()]
         self._effects.extend(lease.snapshot(holders))
@@ -367,6 +372,8 @@ class SchedulerCore:
             attached.epoch,
             attached.num_blocks,
             attached.block_size,
+            attached.host_blocks,
+            attached.copy_block_us,
         )
         lanes = min(config.max_num_seqs, attached.max_num_seqs)
         shape = Shape(
@@ -377,7 +384,7 @@ class SchedulerCore:
         self.updates = UpdateLog(config.engine)
         for seq in self.roster.live():
             self.updates.admission_index(seq.admission_id)
-        self._send_snapshot()
+        self.batch.lease.snapshot_due = True
         note: dict[str, int | float | str] = {
             "generation": attached.generation,
             "epoch": attached.epoch,
@@ -451,7 +458,7 @@ class SchedulerCore:
                 if pool.engine == self.config.engine:
                     self._on_stale_ledger(pool.epoch)
                     if pool.need_snapshot and self.link.is_ready:
-                        self._send_snapshot()
+                        self.batch.lease.snapshot_due = True
 
     # ---- what others may ask
 

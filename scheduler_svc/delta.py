@@ -59,10 +59,11 @@ class DeltaDraft:
     content: Content = field(default_factory=Content)
     released: list[int] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.content.block_ids or self.released or self.abandoned)
+        return not (self.content.block_ids or self.released or self.abandoned or self.copied)
 
 
 @dataclass(slots=True)

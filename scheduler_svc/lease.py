@@ -24,8 +24,9 @@ from services.contracts.kv import (
     LeaseRequest,
     LookupRequest,
 )
-from services.contracts.vectors import Int32Array, pack, unpack
+from services.contracts.vectors import EMPTY, Int32Array, pack, unpack
 
+from .copies import Copies
 from .delta import DeltaDraft, Holder, SnapshotPart, snapshot_parts
 from .sequence import Sequence
 
@@ -52,13 +53,17 @@ def low_water_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Whose blocks: one engine, generation and epoch, and their shape."""
+    """Whose blocks: one engine, generation and epoch, and their shape. host_blocks: slots of host
+    memory below them; copy_block_us: to bring one in, 0 where unknown.
+    """
 
     engine: str
     generation: int
     epoch: int
     num_blocks: int
     block_size: int
+    host_blocks: int = 0
+    copy_block_us: int = 0
 
 
 @dataclass(slots=True)
@@ -78,7 +83,8 @@ class Lease:
     """Blocks of one epoch. Requests (lookups and leases) and deltas each count from 1.
 
     shortage: blocks that the last step lacked. exhausted: the ledger has no more, and nothing went
-    back since. bound: the ledger has answered this epoch.
+    back since. bound: the ledger has answered this epoch. snapshot_due: the ledger wants a
+    snapshot, which waits until no copy is in flight, so that it tells only what is there.
     """
 
     def __init__(self, pool: Pool, low_water: int) -> None:
@@ -93,6 +99,8 @@ class Lease:
         self.bound = False
         self.shortage = 0
         self.exhausted = False
+        self.snapshot_due = False
+        self.copies = Copies()
         self.delta_number = 0
         self._request_number = 0
         self._ask_from = 0
@@ -161,7 +169,9 @@ class Lease:
 
     # ---- requests to the ledger
 
-    def ask_lookup(self, seq: Sequence, token_ids: Int32Array, now_ns: int) -> LookupRequest | None:
+    def ask_lookup(
+        self, seq: Sequence, token_ids: Int32Array, now_ns: int, recompute_block_us: int = 0
+    ) -> LookupRequest | None:
         """The longest hit leaves a token to compute; None where no full block could hit."""
         num_blocks = (len(token_ids) - 1) // self.block_size
         if num_blocks == 0:
@@ -177,15 +187,25 @@ class Lease:
             salt=seq.salt,
             hashes=b"".join(seq.hashes[:num_blocks]),
             token_ids=pack(token_ids[: num_blocks * self.block_size]),
+            copy_block_us=self.pool.copy_block_us,
+            recompute_block_us=recompute_block_us,
         )
 
-    def close_lookup(self, number: int, hits: Int32Array) -> Sequence | None:
-        """Blocks `hits` are pinned for the sequence -> it; None where it was given up before."""
+    def close_lookup(
+        self, number: int, hits: Int32Array, copies_out: bytes = EMPTY, copies_in: bytes = EMPTY
+    ) -> Sequence | None:
+        """Blocks `hits` are pinned for the sequence -> it; None where it was given up before, and
+        then nothing is copied either.
+        """
         opened = self.lookups.pop(number, None)
         if opened is None:
             return None
         seq = opened.seq
         assert not seq.block_ids
+        self.copies.add_outs(number, unpack(copies_out))
+        ins = unpack(copies_in)
+        held = frozenset(block_id for block_id in ins[1::2].tolist() if block_id in self.holds)
+        self.copies.add_ins(number, ins, held)
         seq.block_ids.extend(hits.tolist())
         self.holds.update(seq.block_ids)
         self.committed.update(seq.block_ids)
@@ -204,7 +224,8 @@ class Lease:
         short = len(self.spare) < TOP_UP_AT * self.low_water
         # Unbound, it asks whatever it holds: only an answer binds it to a new ledger.
         wanted = short or self.shortage or not self.bound
-        if self.open_lease is not None or self.exhausted or not wanted:
+        in_vain = self.exhausted or self.snapshot_due
+        if self.open_lease is not None or in_vain or not wanted:
             return None
         number = self._next_number()
         self.open_lease = OpenLease(number, now_ns + LEASE_RETRY_NS, step_id)
@@ -226,6 +247,7 @@ class Lease:
         granted = unpack(reply.block_ids).tolist()
         assert not any(b in self.holds or b in self.committed for b in granted)
         self.spare.extend(granted)
+        self.copies.add_outs(reply.number, unpack(reply.copies_out))
         self.shortage = max(0, self.shortage - len(granted))
         if reply.number >= self._ask_from and reply.status is KvStatus.OK:
             self.exhausted = reply.num_available == 0
@@ -240,6 +262,10 @@ class Lease:
         self.bound = False
 
     # ---- what the ledger hears
+
+    def step_ended(self, step_id: int) -> None:
+        """Its result has arrived, so its copies have run."""
+        self._draft.copied.extend(self.copies.confirm(step_id))
 
     def flush(self) -> KvDelta | None:
         """The delta of this step, or None where nothing changed."""
@@ -256,11 +282,17 @@ class Lease:
             commits=draft.content.commits() if draft.content.block_ids else None,
             released=pack(draft.released),
             abandoned=pack(draft.abandoned),
+            copied=pack(draft.copied),
         )
 
     def snapshot(self, holders: Iterable[Holder]) -> list[KvSnapshot]:
-        """Everything held; it closes all requests under way and stands in for unsent deltas."""
-        assert not self.lookups
+        """Everything held; it closes all requests under way and stands in for unsent deltas.
+
+        No copy may be pending or in flight: what is told here is there.
+        """
+        assert not self.lookups and not self.copies.are_in_flight
+        assert not self.copies.pending_blocks
+        self.snapshot_due = False
         self._draft = DeltaDraft()
         self.open_lease = None
         self._exhaustion_outdated()
@@ -284,6 +316,7 @@ class Lease:
             holds=pack(part.holds.values()),
             commits=part.content.commits(),
             closed_through=self._request_number,
+            host_blocks=self.pool.host_blocks,
         )
 
     def _exhaustion_outdated(self) -> None:

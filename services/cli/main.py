@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "generate": ("services.cli.generate:generate", "Complete a prompt."),
     "chat": ("services.cli.chat:chat", "Talk with the model."),
     "ps": ("services.cli.ps:ps", "Services that are alive, and what they carry."),
+    "kv": ("services.cli.kv:app", "KV blocks: pools, tiers, tenants, hit rates; `kv check`."),
     "check": ("services.cli.check:check", "Score reference tokens, or measure perplexity."),
     "bench": ("services.cli.bench:app", "Measure the mesh."),
     "sim": (

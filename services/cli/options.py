@@ -44,6 +44,8 @@ class ClusterOptions:
     max_waiting_seqs: Annotated[int | None, _knob("max_waiting_seqs")] = None
     block_size: Annotated[int | None, _knob("block_size")] = None
     num_blocks: Annotated[int | None, _knob("num_blocks")] = None
+    host_blocks: Annotated[int | None, _knob("host_blocks")] = None
+    tenant_cache_share: Annotated[float | None, _knob("tenant_cache_share")] = None
     batching: Annotated[str | None, _knob("batching")] = None
     batch_size: Annotated[int | None, _knob("batch_size")] = None
     max_delay_ms: Annotated[float | None, _knob("max_delay_ms")] = None

@@ -72,7 +72,7 @@ class WorkerLoad(Message, frozen=True):
 
 class KvPoolLoad(Message, frozen=True):
     """free + leased + cached = total - 1: block 0 is the null block. need_snapshot: a delta was
-    missed.
+    missed. Host slots: free, and cached; the rest is being written.
     """
 
     engine: Id
@@ -83,6 +83,9 @@ class KvPoolLoad(Message, frozen=True):
     num_leased: int
     num_cached: int
     need_snapshot: bool
+    num_host_blocks: int = 0
+    num_host_free: int = 0
+    num_host_cached: int = 0
 
 
 class Beat(Message, frozen=True, tag="beat"):

@@ -4,6 +4,10 @@ Requests (lookups and leases) share one numbering; each is closed once: its repl
 delta names it as abandoned and the ledger takes back what it had granted. Deltas are a numbered
 stream; a gap is repaired by a snapshot.
 
+Copies between a block of the pool and a slot of host memory come with the replies, as int32 pairs
+(source, destination). All copies of one reply run in one step, before it computes, outs before
+ins; a delta names the request once that step's result has arrived, and only then are they believed.
+
 Pure.
 """
 
@@ -34,6 +38,9 @@ class KvStatus(StrEnum):
 class LookupRequest(Message, frozen=True, tag="lookup", kw_only=True):
     """Longest cached prefix, pinned. hashes: 32 bytes each [n]; token_ids: int32 [n * block_size],
     compared on a hit.
+
+    copy_block_us, recompute_block_us: what it costs to bring one block in from host memory, and to
+    compute it again; 0 where not known, and then whatever is cached is taken.
     """
 
     engine: Id
@@ -43,11 +50,16 @@ class LookupRequest(Message, frozen=True, tag="lookup", kw_only=True):
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     hashes: Hashes
     token_ids: Vector
+    copy_block_us: Annotated[int, Meta(ge=0)] = 0
+    recompute_block_us: Annotated[int, Meta(ge=0)] = 0
 
 
 class LookupReply(Message, frozen=True, tag="lookup_reply"):
     """block_ids: int32, pinned once each, in prefix order. epoch: the ledger's own where status is
     STALE.
+
+    copies_in: pairs (host slot, block) that fill some of these blocks; copies_out: pairs (block,
+    host slot) that save what these blocks held.
     """
 
     generation: int
@@ -55,6 +67,8 @@ class LookupReply(Message, frozen=True, tag="lookup_reply"):
     number: int
     status: KvStatus
     block_ids: Vector = EMPTY
+    copies_out: Vector = EMPTY
+    copies_in: Vector = EMPTY
 
 
 class LeaseRequest(Message, frozen=True, tag="lease"):
@@ -67,7 +81,7 @@ class LeaseRequest(Message, frozen=True, tag="lease"):
 
 class LeaseReply(Message, frozen=True, tag="lease_reply"):
     """block_ids: granted, content forgotten. num_available: free or evictable blocks left after the
-    grant.
+    grant. copies_out: pairs (block, host slot) that save what they held.
     """
 
     generation: int
@@ -76,6 +90,7 @@ class LeaseReply(Message, frozen=True, tag="lease_reply"):
     status: KvStatus
     block_ids: Vector = EMPTY
     num_available: int = 0
+    copies_out: Vector = EMPTY
 
 
 class Commits(Message, frozen=True):
@@ -95,7 +110,7 @@ class Commits(Message, frozen=True):
 
 class KvDelta(Message, frozen=True, tag="delta"):
     """scheduler -> ledger, one per step. released: one hold of each goes back. abandoned: request
-    numbers.
+    numbers. copied: numbers of requests whose copies have run; counts before all the rest.
     """
 
     engine: Id
@@ -105,6 +120,7 @@ class KvDelta(Message, frozen=True, tag="delta"):
     commits: Commits | None = None
     released: Vector = EMPTY
     abandoned: Vector = EMPTY
+    copied: Vector = EMPTY
 
 
 class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
@@ -112,7 +128,8 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
     repairs a gap.
 
     Parts 0 .. parts - 1 arrive in order and count together. block_ids, holds: int32. Every request
-    numbered `closed_through` or lower is closed: what it granted is in here or is not held.
+    numbered `closed_through` or lower is closed: what it granted is in here or is not held, and its
+    copies have run or never will. host_blocks: slots of the worker's host memory.
     """
 
     engine: Id
@@ -127,3 +144,86 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
     holds: Vector = EMPTY
     commits: Commits = Commits()
     closed_through: int = 0
+    host_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS)] = 0
+
+
+class KvReportRequest(Message, frozen=True, tag="kv_report"):
+    """anyone -> ledger (request/reply): the books of one engine, the `max_tenants` largest tenants
+    with them.
+    """
+
+    engine: Id
+    max_tenants: Annotated[int, Meta(ge=0, le=limits.MAX_NAMES)] = 10
+
+
+class TenantReport(Message, frozen=True):
+    """tenant: a short hash of its salt, or "shared" for the namespace without one. Cached blocks in
+    either tier.
+    """
+
+    tenant: str
+    num_cached: int
+    num_host_cached: int
+
+
+class KvReport(Message, frozen=True, tag="kv_report_reply", kw_only=True):
+    """One engine's books as the ledger has them; `known` is False, and the rest empty, where it has
+    none.
+
+    free + leased + cached = total, the null block apart; host_free + host_cached + host_writing =
+    host_total. Counts since the pool was opened; hits and queries in blocks. quotas: cached blocks
+    that one tenant may have in each tier.
+    """
+
+    engine: Id
+    known: bool = False
+    generation: int = 0
+    epoch: int = 0
+    need_snapshot: bool = False
+    block_size: int = 0
+    num_blocks: int = 0
+    num_free: int = 0
+    num_leased: int = 0
+    num_cached: int = 0
+    num_host_blocks: int = 0
+    num_host_free: int = 0
+    num_host_cached: int = 0
+    num_host_writing: int = 0
+    num_lookups: int = 0
+    num_query_blocks: int = 0
+    num_hit_blocks: int = 0
+    num_host_hit_blocks: int = 0
+    num_evictions: int = 0
+    num_quota_evictions: int = 0
+    num_host_evictions: int = 0
+    num_copies_out: int = 0
+    num_copies_in: int = 0
+    tenant_quota: int = 0
+    host_tenant_quota: int = 0
+    num_tenants: int = 0
+    tenants: Annotated[list[TenantReport], Meta(max_length=limits.MAX_NAMES)] = []
+
+
+class KvCheckRequest(Message, frozen=True, tag="kv_check"):
+    """anyone -> ledger (request/reply): prove the books of one engine now."""
+
+    engine: Id
+
+
+class KvCheck(Message, frozen=True, tag="kv_check_reply", kw_only=True):
+    """fault: the first broken invariant in words, "" where none is. Counts are of what was looked
+    at.
+    """
+
+    engine: Id
+    known: bool = False
+    fault: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] = ""
+    num_blocks: int = 0
+    num_free: int = 0
+    num_leased: int = 0
+    num_cached: int = 0
+    num_holds: int = 0
+    num_entries: int = 0
+    num_host_blocks: int = 0
+    num_open_requests: int = 0
+    num_unconfirmed_copies: int = 0

@@ -41,6 +41,7 @@ class Attached(Message, frozen=True, tag="attached"):
     """The running step has ended and queued plans are dropped; the caller owns `epoch`.
 
     generation: new at each worker start, its KV is empty then. The rest is the shape of the engine.
+    host_blocks: slots of host memory below the pool. copy_block_us: measured, 0 where unknown.
     """
 
     attempt: Id
@@ -51,6 +52,8 @@ class Attached(Message, frozen=True, tag="attached"):
     max_num_seqs: Annotated[int, Meta(ge=1, le=limits.MAX_LANES)]
     max_model_len: Annotated[int, Meta(ge=1, le=limits.MAX_MODEL_LEN)]
     vocab_size: Annotated[int, Meta(ge=1)]
+    host_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS)] = 0
+    copy_block_us: Annotated[int, Meta(ge=0)] = 0
 
 
 class LaneJoin(Message, frozen=True, kw_only=True):
@@ -77,6 +80,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
     chunk_lanes, chunk_tokens: num_scheduled_tokens of lanes that are still catching up.
     hold: lanes that stand still in this step. append_lanes, append_blocks: pairs, in order.
     reset: first plan of an epoch: all lanes of the plans before it are empty.
+    copies_out: pairs (block, host slot); copies_in: pairs (host slot, block). They run before the
+    step computes, outs first.
     """
 
     generation: int
@@ -92,6 +97,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
     hold: Vector = EMPTY
     append_lanes: Vector = EMPTY
     append_blocks: Vector = EMPTY
+    copies_out: Vector = EMPTY
+    copies_in: Vector = EMPTY
 
 
 class LaneLogprobs(Message, frozen=True):

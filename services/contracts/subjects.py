@@ -78,6 +78,12 @@ class Subjects:
     def delta(self, engine: str) -> str:
         return f"{self.prefix}.kv.{_token(engine)}.delta"
 
+    def kv_report(self, engine: str) -> str:
+        return f"{self.prefix}.kv.{_token(engine)}.report"
+
+    def kv_check(self, engine: str) -> str:
+        return f"{self.prefix}.kv.{_token(engine)}.check"
+
     @property
     def any_kv(self) -> str:
         """Lookups, leases and deltas of every engine: one subscription, so that they stay in

@@ -90,6 +90,12 @@ class Settings:
     num_blocks: int = _knob(
         1024, "KV blocks, the null block included", low=2, high=limits.MAX_BLOCKS
     )
+    host_blocks: int = _knob(
+        0, "KV blocks in host memory, where evicted ones go", low=0, high=limits.MAX_BLOCKS
+    )
+    tenant_cache_share: float = _knob(
+        1.0, "part of the cached blocks that one tenant may have", low=0.0, high=1.0
+    )
 
     batching: str = _knob(
         "continuous", "when sequences may join", choices=("continuous", "dynamic", "static")

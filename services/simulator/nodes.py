@@ -165,9 +165,9 @@ class Node:
 
 
 class KvNode(Node):
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, options: Options) -> None:
         super().__init__("kv_store", world)
-        self.core = KvCore("kv-0")
+        self.core = KvCore("kv-0", options.tenant_share)
         self._replies: dict[str, Callable[[bytes], None]] = {}
 
     def serve(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
@@ -200,13 +200,20 @@ class WorkerNode(Node):
     def _start(self) -> Executor:
         o = self.options
         self.generation += 1
-        model = ShadowModel(num_blocks=o.num_blocks, block_size=o.block_size, vocab_size=VOCAB_SIZE)
+        model = ShadowModel(
+            num_blocks=o.num_blocks,
+            block_size=o.block_size,
+            vocab_size=VOCAB_SIZE,
+            host_blocks=o.host_blocks,
+        )
         shape = EngineShape(
             max_num_seqs=o.max_num_seqs,
             max_model_len=o.max_model_len,
             block_size=o.block_size,
             num_blocks=o.num_blocks,
             vocab_size=VOCAB_SIZE,
+            host_blocks=o.host_blocks,
+            copy_block_us=o.copy_block_us,
         )
         return Executor(model, self.generation, shape)
 
@@ -281,11 +288,19 @@ class WorkerNode(Node):
 class SchedulerNode(Node):
     def __init__(self, world: Any, options: Options) -> None:
         super().__init__("scheduler", world)
-        self.core = SchedulerCore(
+        self.options = options
+        self.incarnation = 0
+        self.core = self._start()
+        self._replies: dict[str, Callable[[bytes], None]] = {}
+
+    def _start(self) -> SchedulerCore:
+        options = self.options
+        self.incarnation += 1
+        return SchedulerCore(
             SchedulerConfig(
                 engine=ENGINE,
                 scheduler_id="scheduler-0",
-                incarnation="sim",
+                incarnation=f"sim-start-{self.incarnation}",
                 model=MODEL,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -293,10 +308,24 @@ class SchedulerNode(Node):
                 policies=options.policies,
             )
         )
-        self._replies: dict[str, Callable[[bytes], None]] = {}
 
     def start(self) -> None:
         self._arm()
+
+    def restart(self) -> None:
+        """Killed and started again: knows nothing, and hears no answer to what it had asked."""
+        self.core = self._start()
+        self.start()
+
+    def _mine(self, then: Callable[..., None]) -> Callable[..., None]:
+        """`then`, unless this scheduler is started again before: its inbox is gone with it."""
+        incarnation = self.incarnation
+
+        def deliver(*args: bytes) -> None:
+            if incarnation == self.incarnation:
+                then(*args)
+
+        return deliver
 
     def take_result(self, payload: bytes) -> None:
         self.post(_result.decode(payload))
@@ -342,7 +371,8 @@ class SchedulerNode(Node):
         kv = self.world.kv
         ends = (self.name, kv.name)
         payload = codec.encode(message)
-        exchange = Exchange(kind, payload, kv.serve, answered, lambda: None, REQUEST_TIMEOUT_NS)
+        heard = self._mine(answered)
+        exchange = Exchange(kind, payload, kv.serve, heard, lambda: None, REQUEST_TIMEOUT_NS)
         self.link.request(ends, exchange)
 
     def _ask_worker(
@@ -356,8 +386,8 @@ class SchedulerNode(Node):
                 kind,
                 codec.encode(message),
                 serve,
-                answered,
-                lambda: self.post(silent),
+                self._mine(answered),
+                self._mine(lambda: self.post(silent)),
                 WORKER_TIMEOUT_NS,
             ),
         )

@@ -5,6 +5,7 @@ Pure: the random source is the caller's.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import get_args
@@ -14,7 +15,10 @@ from scheduler_svc.policies import Batching, Margin, Policies, Queue, StepKind
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes in tokens and blocks, durations in ns, probabilities per message or request."""
+    """Sizes in tokens and blocks, durations in ns, probabilities per message or request.
+
+    num_prompts: how many different ones there are, 0: as many as requests.
+    """
 
     num_requests: int
     max_num_seqs: int
@@ -37,6 +41,11 @@ class Options:
     reattach: float
     num_salts: int
     policies: Policies
+    host_blocks: int
+    copy_block_us: int
+    tenant_share: float
+    scheduler_restart: float
+    num_prompts: int
 
 
 def draw(rng: random.Random) -> Options:
@@ -49,7 +58,7 @@ def draw(rng: random.Random) -> Options:
     alone = -(-max_model_len // block_size)
     num_blocks = 1 + alone + rng.choice([0, 1, alone, 4 * alone])
     faulty = rng.random() < 0.5
-    return Options(
+    options = Options(
         num_requests=rng.randint(1, 24),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 7, 64]),
@@ -71,6 +80,29 @@ def draw(rng: random.Random) -> Options:
         reattach=rng.choice([0.0, 0.0, 0.02]),
         num_salts=rng.choice([1, 1, 3]),
         policies=_draw_policies(rng),
+        host_blocks=rng.choice([0, 1, alone, 4 * alone]),
+        copy_block_us=rng.choice([0, 0, 1, 100]),
+        tenant_share=rng.choice([1.0, 1.0, 0.3, 0.0]),
+        scheduler_restart=rng.choice([0.0, 0.0, 0.02]),
+        num_prompts=0,
+    )
+    return _with_revisits(options, alone, rng) if rng.random() < 0.3 else options
+
+
+def _with_revisits(options: Options, alone: int, rng: random.Random) -> Options:
+    """A few long prompts that come again and again, and do not fit the pool together: what is
+    evicted is wanted again.
+    """
+    return dataclasses.replace(
+        options,
+        num_requests=rng.randint(10, 24),
+        max_num_seqs=min(options.max_num_seqs, 3),
+        num_blocks=1 + rng.choice([2, 3, 4]) * alone,
+        host_blocks=rng.choice([alone, 3 * alone, 8 * alone]),
+        num_salts=1,
+        tenant_share=1.0,
+        shared_prefix=0,
+        num_prompts=rng.choice([4, 8]),
     )
 
 

@@ -113,6 +113,9 @@ class Report:
     steps: int
     preemptions: int
     prefix_hits: int
+    scheduler_restarts: int
+    copies_out: int
+    copies_in: int
     virtual_ms: int
     events: int
     messages: Counter[str]
@@ -132,12 +135,13 @@ class World:
         network = NetworkOptions(o.mean_delay_ns, o.drop, o.duplicate)
         self.network = Network(self.clock, self.rng, network)
         self.link = Link(self.clock, self.network)
-        self.kv = KvNode(self)
+        self.kv = KvNode(self, o)
         self.worker = WorkerNode(self, o)
         self.scheduler = SchedulerNode(self, o)
         self.admission = AdmissionNode(self, ShadowVocabulary())
         self.clients: dict[str, Client] = {}
         self._restarts = 0
+        self._prompts: list[list[int]] = []
 
     def run(self) -> Report:
         self.scheduler.start()
@@ -161,6 +165,11 @@ class World:
             steps=core.totals.num_steps,
             preemptions=core.beat().engine.num_preemptions,
             prefix_hits=core.totals.num_prefix_hits,
+            scheduler_restarts=self.scheduler.incarnation - 1,
+            copies_out=sum(
+                ledger.pool.totals.copies_out for ledger in self.kv.core.ledgers.values()
+            ),
+            copies_in=sum(ledger.pool.totals.copies_in for ledger in self.kv.core.ledgers.values()),
             virtual_ms=self.clock.now_ns // 1_000_000,
             events=events,
             messages=self.network.counts,
@@ -182,6 +191,8 @@ class World:
         if self._restarts < 5 and self.rng.random() < self.options.reattach:
             self._restarts += 1
             self.worker.restart()
+        if self.scheduler.incarnation < 4 and self.rng.random() < self.options.scheduler_restart:
+            self.scheduler.restart()
 
     # ---- the workload
 
@@ -203,9 +214,7 @@ class World:
 
     def _draw_client(self, request_id: str, shared: list[int]) -> Client:
         o, rng = self.options, self.rng
-        length = rng.randint(1, o.max_prompt)
-        prompt = shared[: min(length, o.shared_prefix)]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        prompt = self._draw_prompt(shared)
         max_tokens = rng.randint(1, o.max_output)
         expected = expected_token_ids(np.array(prompt, dtype=np.int32), max_tokens, VOCAB_SIZE)
         stop_ids: list[int] = []
@@ -232,10 +241,21 @@ class World:
             deadline_ms=rng.choice([1, 20, 200]) if has_deadline else 0,
             retry=False,
         )
-        # While a worker is being replaced, a new request is told so; without faults there is always
-        # one.
-        faulty = bool(o.drop or o.reattach)
+        # While a worker or a scheduler is being replaced, a new request is told so; without faults
+        # there is always one.
+        faulty = bool(o.drop or o.reattach or o.scheduler_restart)
         return Client(ticket, expected, stopped, may_end_early=has_deadline, may_be_refused=faulty)
+
+    def _draw_prompt(self, shared: list[int]) -> list[int]:
+        """A new one, or one that was asked before: it may have been evicted meanwhile."""
+        o, rng = self.options, self.rng
+        if o.num_prompts and len(self._prompts) >= o.num_prompts:
+            return rng.choice(self._prompts)
+        length = rng.randint(o.max_prompt // 2 if o.num_prompts else 1, o.max_prompt)
+        prompt = shared[: min(length, o.shared_prefix)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
+        self._prompts.append(prompt)
+        return prompt
 
     # ---- time
 

@@ -17,9 +17,11 @@ import pytest
 import scheduler_svc.sequence
 import services.simulator.world
 from gpu_worker.inputs import StepInputs
-from gpu_worker.mirror import Mirror, Scheduled, Target
+from gpu_worker.mirror import CopyLists, Mirror, Scheduled, Target
+from gpu_worker.shadow import ShadowModel
 from kv_store.block_pool import BlockPool
-from kv_store.content import Entry
+from kv_store.content import Entry, WriteBack
+from kv_store.host_tier import HostTier
 from scheduler_svc.planning import Planner, Step
 from scheduler_svc.waiting import WaitingQueue
 from services.admission.core import AdmissionCore, SendFrame
@@ -43,7 +45,7 @@ def failure(seeds: Iterable[int] = SEEDS) -> str:
     for seed in seeds:
         try:
             World(seed).run()
-        except (AssertionError, StreetcarError) as error:
+        except (AssertionError, StreetcarError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
     return ""
 
@@ -90,6 +92,40 @@ def test_blocks_committed_before_their_result(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Planner, "fill", broken)
     assert failure() != ""
+
+
+def test_copies_out_run_after_copies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ShadowModel.copy_blocks
+
+    def broken(self: ShadowModel, copies: CopyLists) -> None:
+        nothing = copies.out_blocks[:0]
+        honest(self, copies._replace(out_blocks=nothing, out_slots=nothing))
+        honest(self, copies._replace(in_slots=nothing, in_blocks=nothing))
+
+    monkeypatch.setattr(ShadowModel, "copy_blocks", broken)
+    assert "got [" in failure(range(1, 301))
+
+
+def test_a_copy_in_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShadowModel, "copy_blocks", lambda self, copies: None)
+    assert "got [" in failure()
+
+
+def test_copies_out_are_believed_before_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = HostTier.save
+
+    def broken(self: HostTier, block_id: int, entry: Entry) -> WriteBack | None:
+        write = honest(self, block_id, entry)
+        if write is not None and entry.host_slot is None:
+            entry.host_slot = write.host_slot
+            self._content[write.host_slot] = self._writing.pop(write.host_slot)
+            self._lru.add(write.host_slot, entry.salt)
+        return write
+
+    monkeypatch.setattr(HostTier, "save", broken)
+    monkeypatch.setattr(HostTier, "confirm_write", lambda self, write: None)
+    monkeypatch.setattr(HostTier, "drop_write", lambda self, write: None)
+    assert failure(range(1, 301)) != ""
 
 
 def test_one_released_block_of_a_thousand_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ def totals() -> Counter[str]:
         total["preemptions"] += report.preemptions
         total["prefix hits"] += report.prefix_hits
         total["requests"] += report.requests
+        total["scheduler replaced"] += report.scheduler_restarts
+        total["copied out"] += report.copies_out
+        total["copied in"] += report.copies_in
         total["worker replaced"] += report.messages["attach"] > 1
         total["snapshot after a gap"] += max(0, seen["snapshot"] - report.messages["attach"])
     return total
@@ -59,6 +62,9 @@ def totals() -> Counter[str]:
         ("later chunk", 100),
         ("lane left and taken in one plan", 50),
         ("worker replaced", 10),
+        ("scheduler replaced", 20),
+        ("copied out", 500),
+        ("copied in", 100),
         ("snapshot after a gap", 10),
         ("poll sent", 200),
         ("poll says result", 5),

@@ -100,6 +100,7 @@ class Peer:
         content: Commits | None = None,
         released: list[int] | None = None,
         abandoned: list[int] | None = None,
+        copied: list[int] | None = None,
         number: int = 0,
     ) -> None:
         self.deltas = number or self.deltas + 1
@@ -112,6 +113,7 @@ class Peer:
                 content,
                 pack(released or []),
                 pack(abandoned or []),
+                pack(copied or []),
             ),
             0,
         )

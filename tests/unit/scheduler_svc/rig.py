@@ -124,6 +124,7 @@ class Rig:
         """Record effects, let the ledger hear its part -> these and what its answers brought."""
         self.core.check_invariants()
         found = list(effects)
+        replies: list[Any] = []
         self.effects.extend(effects)
         for effect in effects:
             match effect:
@@ -133,7 +134,11 @@ class Rig:
                 case KvDelta() | KvSnapshot() if self.ledger:
                     self.kv.handle(effect, self.now_ns)
                 case LookupRequest() | LeaseRequest() if self.ledger:
-                    found += self.ask_ledger(effect)
+                    (reply,) = self.kv.handle(Asked(effect, ""), self.now_ns)
+                    replies.append(reply.message)
+        # Answers come after all of these effects have reached the ledger, as on the bus.
+        for message in replies:
+            found += self.handle(message)
         self.kv.check_invariants()
         return found
 
