@@ -1,6 +1,6 @@
 """What a steady decode step costs the scheduler: the real core and ledger, no bus, no model.
 
-Measured per step: reading the result, hashing and committing full blocks, the updates and the delta,
+Measured per step: reading the result, hashing and committing full blocks, the updates, the delta
 and the next plan. Not measured: the codec, the ledger's own work, whoever makes the tokens up.
 
 Shell: reads the clock around the core.
@@ -90,7 +90,8 @@ class _Bench:
         )
         self._perform(self._core.tick(0))
         for index in range(lanes):
-            self._submit(index, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, MAX_PROMPT))])
+            length = rng.randint(1, MAX_PROMPT)
+            self._submit(index, [rng.randrange(VOCAB_SIZE) for _ in range(length)])
         while self._core.batch.lanes.num_active < lanes or len(self._plans[0].chunk_lanes):
             self.step()
 
