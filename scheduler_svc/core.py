@@ -27,6 +27,7 @@ from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
 from .planning import Experience, Shape, Step
 from .policies import Policies
+from .policies.token_budget import default_budget
 from .roster import Roster
 from .sequence import NO_LANE, Sequence, SequenceStatus
 from .times import NEVER_NS
@@ -42,7 +43,8 @@ LOOKUPS_AHEAD: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one scheduler; 0 for `max_model_len` means the worker's.
+    """Limits of one scheduler; 0 for `max_model_len` means the worker's, 0 for
+    `max_num_batched_tokens` what that needs.
 
     incarnation: an id that no other run of this scheduler has. max_join_bytes: of one plan.
     dp_group, dp_size: the data-parallel schedulers that vote on prefills, this one included.
@@ -376,9 +378,8 @@ class SchedulerCore:
             attached.copy_block_us,
         )
         lanes = min(config.max_num_seqs, attached.max_num_seqs)
-        shape = Shape(
-            lanes, self.max_model_len, config.max_num_batched_tokens, config.max_join_bytes
-        )
+        budget = config.max_num_batched_tokens or default_budget(self.max_model_len, lanes)
+        shape = Shape(lanes, self.max_model_len, budget, config.max_join_bytes)
         self.batch = self._new_batch(pool, shape)
         # A new epoch numbers its updates anew; admissions resubmit what they have open there.
         self.updates = UpdateLog(config.engine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.contracts.hashing import block_hash
+from services.contracts.hashing import block_hash, root_hash
 from services.contracts.kv import NO_PARENT, Commits
 from services.contracts.vectors import Int32Array, pack
 
@@ -31,13 +31,20 @@ class Content:
         """Block `index` of `seq`; `token_ids` int32 [>= (index + 1) * block_size] are its
         tokens.
         """
+        if index:
+            seq.hash_of(index - 1, token_ids, block_size)
         tokens = token_ids[index * block_size : (index + 1) * block_size].tobytes()
+        self.add_block(seq, index, tokens)
+
+    def add_block(self, seq: Sequence, index: int, tokens: bytes) -> None:
+        """The same, where the hashes of the blocks before are known; `tokens`: the block's own."""
+        hashes = seq.hashes
+        if index == len(hashes):
+            parent = hashes[-1] if index else root_hash(seq.salt)
+            hashes.append(block_hash(parent, tokens))
         self.block_ids.append(seq.block_ids[index])
         self.tokens.append(tokens)
-        if index and index == len(seq.hashes):
-            # The usual case: the block right after the last one whose hash is known.
-            seq.hashes.append(block_hash(seq.hashes[-1], tokens))
-        self.hashes.append(seq.hash_of(index, token_ids, block_size))
+        self.hashes.append(hashes[index])
         if index:
             self.parents.append(seq.block_ids[index - 1])
         else:

@@ -132,6 +132,30 @@ class Lease:
         self.shortage += count - taken
         return taken
 
+    def take_one_each(self, seqs: list[Sequence]) -> list[int]:
+        """A spare block for each of `seqs`, in order; there must be enough."""
+        first = len(self.spare) - len(seqs)
+        assert first >= 0
+        blocks = self.spare[first:]
+        del self.spare[first:]
+        holds = self.holds
+        for seq, block_id in zip(seqs, blocks, strict=True):
+            assert block_id not in holds
+            holds[block_id] = 1
+            seq.block_ids.append(block_id)
+        return blocks
+
+    def commit_one_each(self, seqs: list[Sequence], indices: list[int], tokens: bytes) -> None:
+        """As `commit`, for one block of each of `seqs`; `tokens`: int32 [n, block_size] as
+        bytes.
+        """
+        draft, committed, stride = self._draft.content, self.committed, 4 * self.block_size
+        for at, (seq, index) in enumerate(zip(seqs, indices, strict=True)):
+            block_id = seq.block_ids[index]
+            assert block_id not in committed, f"block {block_id} is committed twice"
+            committed.add(block_id)
+            draft.add_block(seq, index, tokens[at * stride : (at + 1) * stride])
+
     def commit(self, seq: Sequence, index: int, token_ids: Int32Array) -> None:
         """Block `index` of `seq` is full and its step's result has arrived."""
         block_id = seq.block_ids[index]

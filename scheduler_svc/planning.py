@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.contracts.step import LaneJoin
-from services.contracts.vectors import Int32Array
+from services.contracts.vectors import BoolArray, Int32Array
 
 from .lanes import LaneTable
 from .lease import Lease
@@ -25,7 +25,7 @@ from .policies.fit import peak_tokens, watermark_blocks
 from .policies.margin import OutputLengths
 from .policies.queueing import TokenCounters, may_pass, next_in_line
 from .policies.step_kind import DECODE, MIXED, Ballot, Kind, choose_kind, wants_prefill
-from .policies.token_budget import adaptive_budget
+from .policies.token_budget import adaptive_budget, step_target_ms
 from .sequence import NO_LANE, Sequence, SequenceStatus
 from .step_time import StepTimeModel
 from .times import NEVER_NS
@@ -167,11 +167,11 @@ class Planner:
 
     def _budget(self, decodes: Int32Array) -> int:
         most = self.shape.max_num_batched_tokens
-        if not self.policies.itl_target_ms or not len(decodes):
+        if not self.policies.itl_target_ms:
             return most
         num_kv_tokens = int(self.lanes.computed[decodes].sum())
+        target_ms = step_target_ms(self.policies.itl_target_ms, len(decodes))
         times = self.experience.times
-        target_ms = self.policies.itl_target_ms
         return adaptive_budget(target_ms, most, len(decodes), num_kv_tokens, times)
 
     # ---- 1. decodes
@@ -180,16 +180,27 @@ class Planner:
         """Lanes one token behind that have a slot for it; the others of them are held."""
         lanes = self.lanes
         decoding = lanes.active & (lanes.tokens - lanes.computed == 1)
-        lacking = np.flatnonzero(decoding & (lanes.computed == lanes.capacity))
+        full = lanes.computed == lanes.capacity
+        lacking = np.flatnonzero(decoding & full).astype(np.int32)
         if len(lacking):
-            seqs = [lanes.occupant(int(lane)) for lane in lacking]
-            if len(seqs) > len(self.lease.spare):
-                seqs.sort(key=lambda seq: seq.order)
-            for seq in seqs:
-                if not self._grow(seq, 1):
-                    decoding[seq.lane] = False
-                    self._held.append(seq.lane)
+            self._grow_or_hold(lacking, decoding)
         return np.flatnonzero(decoding).astype(np.int32)
+
+    def _grow_or_hold(self, lacking: Int32Array, decoding: BoolArray) -> None:
+        """One block for each of the lanes `lacking`; where there are too few, the first come
+        first.
+        """
+        lanes, lease = self.lanes, self.lease
+        seqs = [lanes.occupant(lane) for lane in lacking.tolist()]
+        if len(seqs) <= len(lease.spare):
+            blocks = lease.take_one_each(seqs)
+            lanes.capacity[lacking] += lease.block_size
+            self._appended.extend(zip(lacking.tolist(), blocks, strict=True))
+            return
+        for seq in sorted(seqs, key=lambda seq: seq.order):
+            if not self._grow(seq, 1):
+                decoding[seq.lane] = False
+                self._held.append(seq.lane)
 
     # ---- 2. sequences that are still catching up
 

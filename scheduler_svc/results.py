@@ -76,16 +76,33 @@ def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> Non
     index = _still_here(step, step.lanes)
     here = step.lanes[index]
     lanes.accepted_computed[here] += step.counts[index]
-    full = lanes.accepted_computed[here] // lease.block_size
-    for lane in here[full > lanes.committed_blocks[here]].tolist():
-        if lane in failed:
-            continue
-        seq = lanes.occupant(lane)
-        row = lanes.token_ids[lane]
+    fresh = lanes.accepted_computed[here] // lease.block_size - lanes.committed_blocks[here]
+    if failed:
+        fresh[np.isin(here, list(failed))] = 0
+    _commit_next(here[fresh == 1], lanes, lease)
+    for lane in here[fresh > 1].tolist():
+        seq, row = lanes.occupant(lane), lanes.token_ids[lane]
         last = int(lanes.accepted_computed[lane]) // lease.block_size
         for block in range(int(lanes.committed_blocks[lane]), last):
             lease.commit(seq, block, row)
         lanes.committed_blocks[lane] = last
+
+
+def _commit_next(full: Int32Array, lanes: LaneTable, lease: Lease) -> None:
+    """One more block of each of the lanes `full`: what a decode step brings, all gathered at
+    once.
+    """
+    if not len(full):
+        return
+    seqs = [lanes.occupant(lane) for lane in full.tolist()]
+    indices = lanes.committed_blocks[full]
+    for seq, index, lane in zip(seqs, indices.tolist(), full.tolist(), strict=True):
+        if len(seq.hashes) < index:
+            seq.hash_of(index - 1, lanes.token_ids[lane], lease.block_size)
+    slots = indices[:, None] * lease.block_size + np.arange(lease.block_size, dtype=np.int32)
+    tokens = lanes.token_ids[full[:, None], slots].tobytes()
+    lease.commit_one_each(seqs, indices.tolist(), tokens)
+    lanes.committed_blocks[full] += 1
 
 
 def _endings(lanes: LaneTable, here: Int32Array, token_ids: Int32Array) -> Iterator[Ended]:

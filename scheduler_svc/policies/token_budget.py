@@ -12,6 +12,23 @@ GROWTH: Final = 2
 FIRST_CHUNK: Final = 64
 
 
+# With nobody decoding, only a newcomer waits for the end of a step: so many inter-token times.
+IDLE_STEPS: Final = 10
+
+
+def step_target_ms(itl_target_ms: float, num_decodes: int) -> float:
+    """How long a step may last."""
+    return itl_target_ms if num_decodes else IDLE_STEPS * itl_target_ms
+
+
+def default_budget(max_model_len: int, max_num_seqs: int, num_speculative_tokens: int = 0) -> int:
+    """Most tokens of a step where nobody says: a whole prompt, 4,096, or every lane's decode.
+
+    The rule of the DeepInfer engine. 8,192-token model, 64 lanes: 8,192.
+    """
+    return max(max_model_len, 4096, max_num_seqs * (1 + num_speculative_tokens))
+
+
 class StepTimes(Protocol):
     """The fitted step-time model: t = a + b * tokens + c * KV."""
 

@@ -64,9 +64,8 @@ def _knob(
 class Settings:
     """All settings of one cluster. Units are last in the names; 0 or "" means "choose for me".
 
-    Defaults suit a laptop: loopback only; 64 running sequences; 512 tokens a step, which keeps a
-    step of the embedded model near 100 ms on two cores even when it is full of prompt chunks;
-    1,024 blocks of 16 tokens, two full contexts of the embedded model.
+    Defaults suit a laptop: loopback only; 64 running sequences; steps as long as an inter-token
+    time of 100 ms allows; 1,024 blocks of 16 tokens, two full contexts of the embedded model.
     """
 
     model: str = _knob("smollm2-135m", "model name, GGUF file, or Hugging Face directory")
@@ -79,7 +78,9 @@ class Settings:
     max_num_seqs: int = _knob(
         DEFAULT_MAX_NUM_SEQS, "sequences that run at once", low=1, high=limits.MAX_LANES
     )
-    max_num_batched_tokens: int = _knob(512, "tokens in one step", low=1, high=131_072)
+    max_num_batched_tokens: int = _knob(
+        0, "most tokens in one step, 0: what the model needs", low=0, high=limits.MAX_MODEL_LEN
+    )
     max_model_len: int = _knob(
         0, "tokens of a sequence, 0: the model's", low=0, high=limits.MAX_MODEL_LEN
     )
@@ -121,7 +122,7 @@ class Settings:
         "learned", "what an admission leaves free", choices=("watermark", "learned")
     )
     itl_target_ms: float = _knob(
-        0.0, "inter-token time that the token budget keeps, ms, 0: fixed", low=0.0, high=60_000.0
+        100.0, "inter-token time that the token budget keeps, ms, 0: fixed", low=0.0, high=60_000.0
     )
 
     http_host: str = _knob(_LOOPBACK, "address of the HTTP gateway", pattern=r"[^\s]{1,255}")
@@ -326,7 +327,7 @@ def _check_bounds(knob: dataclasses.Field[Any], value: Value, origin: str) -> No
 
 def _check_together(settings: Settings) -> None:
     """Rules between settings: each refusal names both, with their numbers."""
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    if 0 < settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(
             f"max_num_batched_tokens = {settings.max_num_batched_tokens} is less than "
             f"max_num_seqs = {settings.max_num_seqs}: a step could not decode every sequence",

@@ -1,0 +1,86 @@
+"""The native CPU backend of paged attention: checks what C cannot, and hands over addresses.
+
+Invariants: a row's result has the same bits whatever its neighbours, its chunk and the number of
+threads; block ids are checked before they are followed.
+
+Device: reads the KV cache, writes the outputs in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention.torch_backend import AttentionVariant
+from kernels.native import NativeKernels
+from kernels.native.arguments import AttentionArguments, address
+
+MAX_HEAD_DIM = 256
+"""What the buffers on the stack are sized by; the same as in ``library.h``."""
+
+
+def is_supported(native: NativeKernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the native backend takes these tensors: see ``varlen_paged_attention``."""
+    head_dim = q.shape[2]
+    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and native.takes(q, k, v)
+
+
+def attend_native(
+    native: NativeKernels,
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    variant: AttentionVariant,
+    results: tuple[torch.Tensor, torch.Tensor | None],
+) -> None:
+    """Attention for every sequence of the batch; shapes as in ``varlen_paged_attention``.
+
+    caches:  (k_cache, v_cache)
+    indices: (cu_seqlens_q, seqlens_k, block_table) int32
+    results: (out, lse or None), written for the rows below cu_seqlens_q[-1]
+
+    Raises ValueError where a sequence needs a block outside the pool or its table.
+    """
+    k, v = caches
+    cu_seqlens_q, seqlens_k, block_table = (_int32(index) for index in indices)
+    out, lse = results
+    # Kept by name until the call returns: the structure holds addresses only.
+    slopes, sinks = _float32(variant.alibi_slopes), _float32(variant.sinks)
+    arguments = AttentionArguments(
+        address(q),
+        address(k),
+        address(v),
+        address(out),
+        address(lse),
+        address(cu_seqlens_q),
+        address(seqlens_k),
+        address(block_table),
+        address(slopes),
+        address(sinks),
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        block_table.stride(0),
+        block_table.shape[1],
+        seqlens_k.shape[0],
+        q.shape[1],
+        k.shape[2],
+        q.shape[2],
+        *k.shape[:2],
+        variant.window,
+        variant.causal,
+        q.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+        variant.scale,
+        variant.softcap,
+    )
+    native.run("varlen_paged_attention", arguments)
+
+
+def _int32(index: torch.Tensor) -> torch.Tensor:
+    return index.to(torch.int32).contiguous()
+
+
+def _float32(per_head: torch.Tensor | None) -> torch.Tensor | None:
+    return None if per_head is None else per_head.float().contiguous()

@@ -1,0 +1,31 @@
+"""Zeroed memory in large pages, for tensors that are read at random.
+
+A read at a random place needs its page's address first; with pages of 2 MiB the processor's own
+table of them reaches over the whole KV pool.
+
+Device: allocates memory of the host.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor of zeros on the CPU, in large pages where the system gives them.
+
+    The memory is not touched: it costs nothing until it is used, in steps of a page.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    # Room to begin at a page's start.
+    region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes].view(dtype).view(shape)

@@ -1,0 +1,70 @@
+"""The arguments of the native operations, field by field as ``library.h`` declares them.
+
+Device: addresses of tensors; a structure keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+import torch
+
+Fields = list[tuple[str, Any]]
+
+
+def _fields(pointers: str, integers: str, floats: str = "") -> Fields:
+    return [
+        *((name, ctypes.c_void_p) for name in pointers.split()),
+        *((name, ctypes.c_int64) for name in integers.split()),
+        *((name, ctypes.c_double) for name in floats.split()),
+    ]
+
+
+class AttentionArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "q k v out lse cu_seqlens_q seqlens_k block_table alibi_slopes sinks",
+        "q_row q_head k_block k_slot k_head v_block v_slot v_head out_row out_head lse_row "
+        "table_row table_width num_seqs num_heads num_kv_heads head_dim num_blocks block_size "
+        "window causal is_bf16 num_threads",
+        "scale softcap",
+    )
+
+
+class RopeWriteKvArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "qkv cos_sin k v slots",
+        "qkv_row cos_sin_row k_block k_slot k_head v_block v_slot v_head num_tokens num_heads "
+        "num_kv_heads head_dim rotary_dim num_blocks block_size is_bf16 num_threads",
+    )
+
+
+class RmsNormArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "x residual weight total out",
+        "x_row num_rows hidden_size is_bf16 num_threads",
+        "epsilon",
+    )
+
+
+class SiluMulArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "gate_up out", "gate_up_row num_rows size is_bf16 num_threads"
+    )
+
+
+class LinearArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "x packed out", "x_row out_row num_rows in_features out_features is_bf16 num_threads"
+    )
+
+
+class GreedyArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "logits tokens finite", "logits_row num_rows vocab_size is_bf16 num_threads"
+    )
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Of the tensor's first element; None stays None."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,88 @@
+/* What the instruction sets share: the arguments of the operations, and the limits.
+ *
+ * All strides count elements. Everything is 64 bits wide, so no offset can overflow.
+ */
+
+#ifndef STREETCAR_LIBRARY_H
+#define STREETCAR_LIBRARY_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+#define EXPORT __attribute__((visibility("default")))
+
+enum {
+    TILE = 64,             /* keys scored at once: four AVX-512 vectors */
+    PANEL = 64,            /* output features of a packed panel of weights */
+    SEGMENT = 512,         /* keys of one independent softmax; a multiple of TILE */
+    MAX_HEAD_DIM = 256,    /* what the buffers on the stack are sized by */
+    MAX_BLOCK_ROWS = 96,   /* (query, head) rows that share a packed tile of keys */
+    MIN_PARALLEL = 16384,  /* fewer elements are not worth waking a second thread for */
+};
+
+/* Results of an operation. */
+enum { DONE = 0, OUT_OF_MEMORY = 1, BLOCK_OUT_OF_RANGE = 2, NOT_SUPPORTED = 3 };
+
+typedef struct {
+    const void *q, *k, *v;
+    void *out;
+    float *lse;
+    const int32_t *cu_seqlens_q, *seqlens_k, *block_table;
+    const float *alibi_slopes, *sinks;
+    int64_t q_row, q_head;
+    int64_t k_block, k_slot, k_head;
+    int64_t v_block, v_slot, v_head;
+    int64_t out_row, out_head;
+    int64_t lse_row;
+    int64_t table_row, table_width;
+    int64_t num_seqs, num_heads, num_kv_heads, head_dim, num_blocks, block_size;
+    int64_t window, causal, is_bf16, num_threads;
+    double scale, softcap;
+} attention_arguments;
+
+typedef struct {
+    void *qkv;
+    const float *cos_sin;
+    void *k, *v;
+    const int64_t *slots;
+    int64_t qkv_row, cos_sin_row;
+    int64_t k_block, k_slot, k_head;
+    int64_t v_block, v_slot, v_head;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, num_blocks, block_size;
+    int64_t is_bf16, num_threads;
+} rope_write_kv_arguments;
+
+typedef struct {
+    const void *x, *residual, *weight; /* residual may be null */
+    void *total, *out;                 /* total is written when there is a residual */
+    int64_t x_row, num_rows, hidden_size, is_bf16, num_threads;
+    double epsilon;
+} rms_norm_arguments;
+
+typedef struct {
+    const void *gate_up;
+    void *out;
+    int64_t gate_up_row, num_rows, size, is_bf16, num_threads;
+} silu_mul_arguments;
+
+typedef struct {
+    const void *x, *packed;
+    void *out;
+    int64_t x_row, out_row, num_rows, in_features, out_features, is_bf16, num_threads;
+} linear_arguments;
+
+typedef struct {
+    const void *logits;
+    int64_t *tokens;
+    uint8_t *finite;
+    int64_t logits_row, num_rows, vocab_size, is_bf16, num_threads;
+} greedy_arguments;
+
+#endif

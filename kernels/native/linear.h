@@ -1,0 +1,46 @@
+/* Rows times a weight matrix that was packed into panels of PANEL output features.
+ *
+ * A panel is (steps, PANEL) words, as product.h wants its B. It comes from memory once for all
+ * rows: the first few rows bring it into the second-level cache, the others find it there.
+ *
+ * Invariant: a row's result has the same bits whatever the other rows.
+ */
+
+INLINE void F(write_row)(
+    void *out, int64_t element, const float *sums, int64_t count, const int is_bf16) {
+    char *to = (char *)out + element * (is_bf16 ? 2 : 4);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf x = F(load)(sums + i);
+        if (count - i >= LANES)
+            F(store_rounded)(to, i, x, is_bf16);
+        else
+            F(store_some_rounded)(to, i, (int)(count - i), x, is_bf16);
+    }
+}
+
+static void F(run_panel)(const linear_arguments *a, int64_t panel) {
+    float sums[MAX_ROWS * PANEL];
+    int pairs = (int)a->is_bf16;
+    int64_t steps = a->in_features / (1 + pairs), x_row = a->x_row / (1 + pairs);
+    int64_t first = panel * PANEL;
+    int64_t count = a->out_features - first < PANEL ? a->out_features - first : PANEL;
+    F(operands) o = {a->x, x_row, (const float *)a->packed + panel * steps * PANEL, PANEL,
+                     sums, PANEL, 0, steps};
+    int64_t groups = (a->num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t row = 0; row < a->num_rows; groups--) {
+        /* Groups of nearly one size: a small one would wait for its operands. */
+        int rows = (int)((a->num_rows - row + groups - 1) / groups);
+        o.a = (const float *)a->x + row * x_row;
+        F(multiply)(&o, rows, PANEL, pairs);
+        for (int r = 0; r < rows; r++, row++)
+            F(write_row)(a->out, row * a->out_row + first, sums + r * PANEL, count, pairs);
+    }
+}
+
+EXPORT int F(linear)(const linear_arguments *a) {
+    if (a->is_bf16 && ISA_LEVEL < 3) return NOT_SUPPORTED;
+    int64_t panels = (a->out_features + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads((int)a->num_threads)
+    for (int64_t panel = 0; panel < panels; panel++) F(run_panel)(a, panel);
+    return DONE;
+}
