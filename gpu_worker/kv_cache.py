@@ -43,7 +43,7 @@ class KVCache:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Keys and values of every layer, each (num_blocks, num_kv_heads, block_size, head_dim)."""
-        return [*self._keys, *self._values]
+        return list(self._pool.flatten(0, 1).unbind(0))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""
