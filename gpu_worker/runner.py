@@ -99,6 +99,7 @@ class ModelRunner:
         if not 1 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
         self.dtype = resolve_dtype(dtype)
+        progress(0.0, "preparing native kernels")
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
             weights = load_weights(source, self.dtype, progress, self._native)
