@@ -177,6 +177,7 @@ def build_executor(settings: Settings, generation: int) -> Executor:
             vocab_size=STUB_VOCAB_SIZE,
             verify=False,
             host_blocks=settings.host_blocks,
+            native_cache=settings.native_path,
         )
         model: Model = StubModel(shadow, settings.step_ms / 1000)
         copy_block_us = 0
@@ -220,6 +221,10 @@ def _load_model(settings: Settings) -> ModelRunner:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None
     except ValueError as error:
         raise Problem("E103", "Settings do not fit the model", cause=str(error)) from None
+    log = get_logger("gpu_worker")
+    for notice in runner.notices:
+        log.warning("slower_path", reason=notice)
+    log.info("model_loaded", instruction_set=runner.instruction_set)
     report_progress(1.0, "warming up")
     runner.warm_up()
     return runner

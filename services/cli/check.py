@@ -103,6 +103,7 @@ def _load(settings: Settings) -> tuple[ModelRunner, str]:
             max_model_len=settings.max_model_len or None,
             progress=ProgressLine("model").update,
             num_threads=settings.threads or None,
+            native_cache=settings.native_path,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model file refused", cause=str(error)) from error

@@ -171,6 +171,11 @@ class Settings:
         base = os.environ.get("XDG_CACHE_HOME", "")
         return (Path(base) if base else Path.home() / ".cache") / "streetcar"
 
+    @property
+    def native_path(self) -> Path:
+        """The directory of native code, built for this machine."""
+        return self.cache_path / "native"
+
     def replace(self, origin: str, **changes: Value) -> Self:
         """A copy with `changes`, checked again; `origin` says who made them."""
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
