@@ -177,7 +177,6 @@ def build_executor(settings: Settings, generation: int) -> Executor:
             vocab_size=STUB_VOCAB_SIZE,
             verify=False,
             host_blocks=settings.host_blocks,
-            native_cache=settings.native_path,
         )
         model: Model = StubModel(shadow, settings.step_ms / 1000)
         copy_block_us = 0
@@ -216,6 +215,7 @@ def _load_model(settings: Settings) -> ModelRunner:
             progress=report_progress,
             num_threads=settings.threads or None,
             host_blocks=settings.host_blocks,
+            native_cache=settings.native_path,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None
