@@ -11,6 +11,9 @@ from typing import Final
 FORGET: Final = 0.98
 # Weight of the last estimate against new steps: keeps a slope that no recent step has tested.
 MEMORY: Final = 1e-3
+# Steps after which the fit is renewed; at each of the first ones.
+REFIT_EVERY: Final = 8
+FIRST_STEPS: Final = 64
 # Scales that bring the three terms near 1: tokens of a step, tokens of KV, milliseconds.
 TOKENS: Final = 1e-2
 KV: Final = 1e-4
@@ -40,7 +43,8 @@ class StepTimeModel:
         self._squares: _Matrix = [[0.0] * 3 for _ in range(3)]
         self._products: _Vector = [0.0] * 3
         self._fit: _Vector = [0.0] * 3
-        self._stale = False
+        self._num_steps = 0
+        self._num_unfitted = 0
 
     def observe(self, num_tokens: int, num_kv_tokens: int, elapsed_ns: int) -> None:
         self.longest_seen = max(self.longest_seen, num_tokens)
@@ -51,11 +55,13 @@ class StepTimeModel:
             for j in range(3):
                 row[j] = row[j] * FORGET + x[i] * x[j]
             self._products[i] = self._products[i] * FORGET + x[i] * y
-        self._stale = True
+        self._num_steps += 1
+        self._num_unfitted += 1
 
     def predict_ns(self, num_tokens: int, num_kv_tokens: int) -> int:
         """0 before the first observation: the plan after an unknown step is published at once."""
-        if self._stale:
+        wait = 1 if self._num_steps <= FIRST_STEPS else REFIT_EVERY
+        if self._num_unfitted >= wait:
             self._refit()
         a, b, c = self._fit
         return max(0, round((a + b * num_tokens * TOKENS + c * num_kv_tokens * KV) / MS))
@@ -69,7 +75,7 @@ class StepTimeModel:
         a, b, c = _solve(matrix, products)
         # A step does not get shorter by doing more: noise must not make the budget think so.
         self._fit = [a, max(0.0, b), max(0.0, c)]
-        self._stale = False
+        self._num_unfitted = 0
 
 
 def _solve(m: _Matrix, v: _Vector) -> _Vector:

@@ -28,12 +28,12 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class _Outbox:
-    """For one admission: whole columns of one-token rows, then rows with a count of their own."""
+    """For one admission: columns of rows; counts None where each row has one token."""
 
     number: int = 0
     tags: list[Int32Array] = field(default_factory=list)
     offsets: list[Int32Array] = field(default_factory=list)
-    counts: list[Int32Array] = field(default_factory=list)
+    counts: list[Int32Array | None] = field(default_factory=list)
     token_ids: list[Int32Array] = field(default_factory=list)
     logprobs: list[SequenceLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -75,12 +75,11 @@ class UpdateLog:
         if not len(tags):
             return
         if len(self._boxes) == 1:
-            self._put(self._boxes[0], tags, offsets, np.ones(len(tags), np.int32), token_ids)
+            self._put(self._boxes[0], tags, offsets, None, token_ids)
             return
         for index in np.unique(admissions).tolist():
             mine = admissions == index
-            ones = np.ones(int(mine.sum()), np.int32)
-            self._put(self._boxes[index], tags[mine], offsets[mine], ones, token_ids[mine])
+            self._put(self._boxes[index], tags[mine], offsets[mine], None, token_ids[mine])
 
     def add_tokens(self, seq: Sequence, offset: int, token_ids: Int32Array) -> None:
         """Output tokens of `seq` from `offset` on."""
@@ -139,7 +138,6 @@ class UpdateLog:
             if box.empty:
                 continue
             number = box.number + 1
-            counts = _concatenate(box.counts)
             updates = SequenceUpdates(
                 engine=self.engine,
                 generation=generation,
@@ -147,7 +145,7 @@ class UpdateLog:
                 number=number,
                 tags=pack(_concatenate(box.tags)),
                 offsets=pack(_concatenate(box.offsets)),
-                counts=EMPTY if bool(np.all(counts == 1)) else pack(counts),
+                counts=_pack_counts(box),
                 token_ids=pack(_concatenate(box.token_ids)),
                 logprobs=box.logprobs,
                 prompt_logprobs=box.prompt_logprobs,
@@ -165,13 +163,25 @@ class UpdateLog:
         box: _Outbox,
         tags: Int32Array,
         offsets: Int32Array,
-        counts: Int32Array,
+        counts: Int32Array | None,
         token_ids: Int32Array,
     ) -> None:
         box.tags.append(tags)
         box.offsets.append(offsets)
         box.counts.append(counts)
         box.token_ids.append(token_ids)
+
+
+def _pack_counts(box: _Outbox) -> bytes:
+    """Empty where every row has one token."""
+    if all(counts is None for counts in box.counts):
+        return EMPTY
+    columns = zip(box.tags, box.counts, strict=True)
+    return pack(
+        np.concatenate(
+            [np.ones(len(tags), np.int32) if counts is None else counts for tags, counts in columns]
+        )
+    )
 
 
 def _concatenate(parts: list[Int32Array]) -> Int32Array:

@@ -21,16 +21,18 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 INT32_LE = np.dtype("<i4")
 
+EMPTY = b""
+
 MAX_VECTOR_BYTES = 4 * 1024 * 1024
 Vector = Annotated[bytes, msgspec.Meta(max_length=MAX_VECTOR_BYTES)]
-
-EMPTY = b""
 
 
 def pack(values: Iterable[int] | Int32Array) -> bytes:
     """`values`: int32 [n] (or ints in range) -> 4 n bytes. 3, -1 -> 03000000 ffffffff."""
     if isinstance(values, np.ndarray):
         return values.astype(INT32_LE, copy=False).tobytes()
+    if isinstance(values, list) and not values:
+        return EMPTY
     return np.fromiter(values, dtype=INT32_LE).tobytes()
 
 

@@ -214,19 +214,23 @@ def load(
         for name, (value, origin) in layer.items():
             values[name] = value
             origins[name] = origin
-    _fit_lanes(values, origins)
+    _follow_budget(values, origins)
     return Settings(**values, origins=origins)  # type: ignore[arg-type]
 
 
-def _fit_lanes(values: dict[str, Value], origins: dict[str, str]) -> None:
-    """A small token budget lowers `max_num_seqs` where nobody has set it.
+def _follow_budget(values: dict[str, Value], origins: dict[str, str]) -> None:
+    """What a given token budget means for settings that nobody has set.
 
-    A step decodes every lane, so the budget must not be below it.
+    It is fixed, not fitted to an inter-token target; and a step decodes every lane, so a small one
+    lowers `max_num_seqs`.
     """
     budget = values.get("max_num_batched_tokens")
-    if "max_num_seqs" in values or not isinstance(budget, int):
+    if not isinstance(budget, int) or budget < 1:
         return
-    if 1 <= budget < DEFAULT_MAX_NUM_SEQS:
+    if "itl_target_ms" not in values:
+        values["itl_target_ms"] = 0.0
+        origins["itl_target_ms"] = "default, off where max_num_batched_tokens is given"
+    if "max_num_seqs" not in values and budget < DEFAULT_MAX_NUM_SEQS:
         values["max_num_seqs"] = budget
         origins["max_num_seqs"] = "default, lowered to max_num_batched_tokens"
 

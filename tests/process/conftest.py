@@ -19,9 +19,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2-greedy.json"
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory of the tests' own, in which the pulled models can be seen."""
+    """A cache directory of the tests' own, with the user's pulled models and native code in it."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "models").symlink_to(Settings().cache_path / "models")
+    Settings().native_path.mkdir(parents=True, exist_ok=True)
+    (folder / "native").symlink_to(Settings().native_path)
     return folder
 
 
