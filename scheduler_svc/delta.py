@@ -34,22 +34,32 @@ class Content:
         if index:
             seq.hash_of(index - 1, token_ids, block_size)
         tokens = token_ids[index * block_size : (index + 1) * block_size].tobytes()
-        self.add_block(seq, index, tokens)
+        self.add_one_each([seq], [index], tokens)
 
-    def add_block(self, seq: Sequence, index: int, tokens: bytes) -> None:
-        """The same, where the hashes of the blocks before are known; `tokens`: the block's own."""
-        hashes = seq.hashes
-        if index == len(hashes):
-            parent = hashes[-1] if index else root_hash(seq.salt)
-            hashes.append(block_hash(parent, tokens))
-        self.block_ids.append(seq.block_ids[index])
+    def add_one_each(self, seqs: list[Sequence], indices: list[int], tokens: bytes) -> list[int]:
+        """Block `indices[i]` of each of `seqs`, the hashes before it being known -> block ids.
+
+        tokens: of all these blocks, one after the other.
+        """
+        stride = len(tokens) // len(seqs)
+        added: list[int] = []
+        start = 0
+        for seq, index in zip(seqs, indices, strict=True):
+            hashes, ids = seq.hashes, seq.block_ids
+            if index == len(hashes):
+                parent = hashes[-1] if index else root_hash(seq.salt)
+                hashes.append(block_hash(parent, tokens[start : start + stride]))
+            start += stride
+            added.append(ids[index])
+            self.hashes.append(hashes[index])
+            if index:
+                self.parents.append(ids[index - 1])
+            else:
+                self.parents.append(NO_PARENT)
+                self.salts.append(seq.salt)
+        self.block_ids.extend(added)
         self.tokens.append(tokens)
-        self.hashes.append(hashes[index])
-        if index:
-            self.parents.append(seq.block_ids[index - 1])
-        else:
-            self.parents.append(NO_PARENT)
-            self.salts.append(seq.salt)
+        return added
 
     def commits(self) -> Commits:
         return Commits(

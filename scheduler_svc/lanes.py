@@ -103,6 +103,13 @@ class LaneTable:
         assert seq is not None, f"lane {lane} is free"
         return seq
 
+    def occupants(self, lanes: Int32Array) -> list[Sequence]:
+        """Of each of `lanes`, none of which is free."""
+        sequences = self.sequences
+        found = [seq for lane in lanes.tolist() if (seq := sequences[lane]) is not None]
+        assert len(found) == len(lanes), "a lane is free"
+        return found
+
     def known_token_ids(self, seq: Sequence) -> Int32Array:
         """int32 [number known so far]: from the lane's row while it has one."""
         if seq.lane == NO_LANE:

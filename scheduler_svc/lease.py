@@ -138,10 +138,9 @@ class Lease:
         assert first >= 0
         blocks = self.spare[first:]
         del self.spare[first:]
-        holds = self.holds
+        assert self.holds.keys().isdisjoint(blocks)
+        self.holds.update(blocks)
         for seq, block_id in zip(seqs, blocks, strict=True):
-            assert block_id not in holds
-            holds[block_id] = 1
             seq.block_ids.append(block_id)
         return blocks
 
@@ -149,12 +148,9 @@ class Lease:
         """As `commit`, for one block of each of `seqs`; `tokens`: int32 [n, block_size] as
         bytes.
         """
-        draft, committed, stride = self._draft.content, self.committed, 4 * self.block_size
-        for at, (seq, index) in enumerate(zip(seqs, indices, strict=True)):
-            block_id = seq.block_ids[index]
-            assert block_id not in committed, f"block {block_id} is committed twice"
-            committed.add(block_id)
-            draft.add_block(seq, index, tokens[at * stride : (at + 1) * stride])
+        block_ids = self._draft.content.add_one_each(seqs, indices, tokens)
+        assert self.committed.isdisjoint(block_ids), "a block is committed twice"
+        self.committed.update(block_ids)
 
     def commit(self, seq: Sequence, index: int, token_ids: Int32Array) -> None:
         """Block `index` of `seq` is full and its step's result has arrived."""

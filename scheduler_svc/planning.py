@@ -79,6 +79,8 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        if not self.chunks:
+            return self.num_decodes
         return self.num_decodes + sum(count for _, count in self.chunks)
 
 
@@ -181,17 +183,18 @@ class Planner:
         lanes = self.lanes
         decoding = lanes.active & (lanes.tokens - lanes.computed == 1)
         full = lanes.computed == lanes.capacity
-        lacking = np.flatnonzero(decoding & full).astype(np.int32)
+        lacking = (decoding & full).nonzero()[0].astype(np.int32)
         if len(lacking):
             self._grow_or_hold(lacking, decoding)
-        return np.flatnonzero(decoding).astype(np.int32)
+        decodes: Int32Array = decoding.nonzero()[0].astype(np.int32)
+        return decodes
 
     def _grow_or_hold(self, lacking: Int32Array, decoding: BoolArray) -> None:
         """One block for each of the lanes `lacking`; where there are too few, the first come
         first.
         """
         lanes, lease = self.lanes, self.lease
-        seqs = [lanes.occupant(lane) for lane in lacking.tolist()]
+        seqs = lanes.occupants(lacking)
         if len(seqs) <= len(lease.spare):
             blocks = lease.take_one_each(seqs)
             lanes.capacity[lacking] += lease.block_size

@@ -13,7 +13,7 @@ import numpy as np
 from services.contracts.errors import ErrorCode, InvariantError
 from services.contracts.public import FinishReason
 from services.contracts.step import StepResult
-from services.contracts.vectors import Int32Array, unpack
+from services.contracts.vectors import Int32Array, pack, unpack
 
 from .lanes import LaneTable
 from .lease import Lease
@@ -33,28 +33,21 @@ def apply_result(
 
     Raises InvariantError where the worker's lanes are not the plan's: the mirror has lost its way.
     """
-    sampled, token_ids = unpack(result.lanes), unpack(result.token_ids)
-    if len(sampled) != len(token_ids) or not np.array_equal(sampled, step.sampled):
+    here, token_ids = step.sampled, unpack(result.token_ids)
+    if len(here) != len(token_ids) or result.lanes != pack(here):
         raise InvariantError(f"step {step.step_id} sampled lanes that its plan does not name")
     failed = set(unpack(result.failed).tolist())
     _logprobs(step, result, lanes, updates)
     ended = list(_departed(step, result, lease, updates))
-    index = _still_here(step, sampled)
-    if failed:
-        index = index[~np.isin(sampled[index], list(failed))]
-        ended.extend(_failures(step, lanes, failed))
-    here = sampled[index]
-    _accept(lanes, here, token_ids[index], updates)
+    ended.extend(_failures(step, lanes, failed))
+    gone = [*step.departed, *failed]
+    if gone:
+        stays = ~np.isin(here, gone)
+        here, token_ids = here[stays], token_ids[stays]
+    _accept(lanes, here, token_ids, updates)
     _commit(step, lanes, lease, failed)
-    ended.extend(_endings(lanes, here, token_ids[index]))
+    ended.extend(_endings(lanes, here, token_ids))
     return ended
-
-
-def _still_here(step: Step, lanes: Int32Array) -> Int32Array:
-    """Indices of those of `lanes` whose occupant is still the plan's."""
-    if not step.departed:
-        return np.arange(len(lanes), dtype=np.int32)
-    return np.flatnonzero(~np.isin(lanes, list(step.departed))).astype(np.int32)
 
 
 def _failures(step: Step, lanes: LaneTable, failed: set[int]) -> Iterator[Ended]:
@@ -73,12 +66,17 @@ def _accept(lanes: LaneTable, here: Int32Array, token_ids: Int32Array, updates: 
 
 def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> None:
     """Blocks whose last slot this step wrote, but for lanes whose KV may not be finite."""
-    index = _still_here(step, step.lanes)
-    here = step.lanes[index]
-    lanes.accepted_computed[here] += step.counts[index]
-    fresh = lanes.accepted_computed[here] // lease.block_size - lanes.committed_blocks[here]
+    here, counts = step.lanes, step.counts
+    if step.departed:
+        stays = ~np.isin(here, list(step.departed))
+        here, counts = here[stays], counts[stays]
+    computed = lanes.accepted_computed[here] + counts
+    lanes.accepted_computed[here] = computed
+    fresh = computed // lease.block_size - lanes.committed_blocks[here]
     if failed:
         fresh[np.isin(here, list(failed))] = 0
+    if not fresh.any():
+        return
     _commit_next(here[fresh == 1], lanes, lease)
     for lane in here[fresh > 1].tolist():
         seq, row = lanes.occupant(lane), lanes.token_ids[lane]
@@ -94,7 +92,7 @@ def _commit_next(full: Int32Array, lanes: LaneTable, lease: Lease) -> None:
     """
     if not len(full):
         return
-    seqs = [lanes.occupant(lane) for lane in full.tolist()]
+    seqs = lanes.occupants(full)
     indices = lanes.committed_blocks[full]
     for seq, index, lane in zip(seqs, indices.tolist(), full.tolist(), strict=True):
         if len(seq.hashes) < index:
@@ -108,7 +106,7 @@ def _commit_next(full: Int32Array, lanes: LaneTable, lease: Lease) -> None:
 def _endings(lanes: LaneTable, here: Int32Array, token_ids: Int32Array) -> Iterator[Ended]:
     stopped = (lanes.stop_ids[here] == token_ids[:, None]).any(axis=1)
     full = lanes.accepted_tokens[here] >= lanes.limit[here]
-    for index in np.flatnonzero(stopped | full).tolist():
+    for index in (stopped | full).nonzero()[0].tolist():
         reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
         yield lanes.occupant(int(here[index])), reason, None, ""
 

@@ -9,6 +9,7 @@ Shell: processes, the bus, the public client.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from services.contracts.step import StepEvent
     from services.runtime.cluster import Cluster
 
-app = App(name="bench", help="Measure the mesh.")
+app = App(name="bench", help="Measure the mesh, or its scheduler alone.")
 
 INTERRUPTED: Final = 130
 PROMPT_TOKENS: Final = 16
@@ -98,6 +99,30 @@ def mesh(
         return 0
     for name, value in result.items():
         print(f"{name:<24} {value}")
+    return 0
+
+
+@app.command
+def scheduler(lanes: int = 256, steps: int = 2000, *, json: bool = False) -> int:
+    """What a steady decode step costs the scheduler alone, without bus and model.
+
+    Parameters
+    ----------
+    lanes
+        Sequences that decode, in random phases of their blocks of 16.
+    steps
+        How many steps to measure.
+    json
+        Print the result as one object.
+    """
+    from services.simulator.steady import measure
+
+    figures = dataclasses.asdict(measure(lanes, steps))
+    if json:
+        print_json(figures)
+        return 0
+    for name, value in figures.items():
+        print(f"{name:<26} {value}")
     return 0
 
 
