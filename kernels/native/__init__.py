@@ -9,6 +9,6 @@ Device: runs native code on the memory of tensors.
 from __future__ import annotations
 
 from kernels.native.build import NativeUnavailable
-from kernels.native.library import INSTRUCTION_SETS, NativeKernels, load_native
+from kernels.native.loader import INSTRUCTION_SETS, NativeKernels, load_native
 
 __all__ = ["INSTRUCTION_SETS", "NativeKernels", "NativeUnavailable", "load_native"]
