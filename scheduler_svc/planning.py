@@ -323,7 +323,7 @@ class Planner:
         """True where all that run, and `seq`, are expected to stay within the pool to their end."""
         lanes = self.lanes
         running = np.flatnonzero(lanes.active)
-        if not len(running):
+        if not len(running) or not self.experience.outputs.has_learned:
             return True
         tokens = np.append(lanes.tokens[running], seq.num_tokens).astype(np.int32)
         limit = np.append(lanes.limit[running], seq.max_total_tokens).astype(np.int32)
@@ -333,8 +333,8 @@ class Planner:
         block_size = self.lease.block_size
         named = int(lanes.capacity[running].sum()) + len(seq.block_ids) * block_size
         share = min(1.0, self.lease.num_held * block_size / max(1, named))
-        # Half a block each is what rounding up to whole blocks costs.
-        rounding = len(tokens) * (block_size // 2)
+        # Rounding up to whole blocks costs half a block each, and a mean is exceeded half the time.
+        rounding = len(tokens) * block_size
         peak = peak_tokens((tokens * share).astype(np.int32), more) + rounding
         return peak <= self.lease.num_usable * block_size
 

@@ -22,12 +22,12 @@ def never_fits(max_total_tokens: int, block_size: int, num_usable: int) -> bool:
 def watermark_blocks(num_usable: int, num_running: int) -> int:
     """Blocks that must stay free after an admission, so that running sequences can grow.
 
-    One for each running sequence, at least 1 % of the pool; nothing where nothing runs, or no
+    One for every two running sequences, at least 1 % of the pool; nothing where nothing runs, or no
     sequence that needs the whole pool would ever start.
     """
     if num_running == 0:
         return 0
-    return max(num_running, -(-num_usable // round(1 / WATERMARK)))
+    return max(-(-num_running // 2), -(-num_usable // round(1 / WATERMARK)))
 
 
 def peak_tokens(tokens: Int32Array, more: Int32Array) -> int:

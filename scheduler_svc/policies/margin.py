@@ -13,7 +13,7 @@ import numpy as np
 from services.contracts.vectors import Int32Array
 
 WINDOW: Final = 512
-MIN_LEARNED: Final = 16
+MIN_LEARNED: Final = 4
 
 
 class OutputLengths:
@@ -24,6 +24,11 @@ class OutputLengths:
         self._sorted = np.zeros(0, dtype=np.int64)
         self._suffix_sums = np.zeros(1, dtype=np.int64)
         self._stale = False
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether enough have finished to expect anything."""
+        return len(self._recent) >= MIN_LEARNED
 
     def observe(self, num_output_tokens: int) -> None:
         """A sequence ended by itself, with so many output tokens."""

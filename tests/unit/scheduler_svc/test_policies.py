@@ -117,7 +117,7 @@ def test_every_choice_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("num_usable", "num_running", "blocks"),
-    [(100, 0, 0), (100, 1, 1), (100, 7, 7), (1000, 1, 10), (1001, 1, 11), (3, 1, 1)],
+    [(100, 0, 0), (100, 1, 1), (100, 7, 4), (1000, 1, 10), (1001, 1, 11), (3, 1, 1)],
 )
 def test_the_watermark(num_usable: int, num_running: int, blocks: int) -> None:
     assert watermark_blocks(num_usable, num_running) == blocks
