@@ -14,18 +14,11 @@ import torch
 from kernels.huge_pages import zeros_in_huge_pages
 from services.models.config import ModelConfig
 
-NULL_BLOCK = 0
-
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values together."""
     per_slot = config.num_kv_heads * config.head_dim * dtype.itemsize
     return 2 * config.num_layers * block_size * per_slot
-
-
-def num_blocks_in(num_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """How many blocks, the null block included, fit in num_bytes."""
-    return max(0, num_bytes) // bytes_per_block(config, block_size, dtype)
 
 
 class KVCache:

@@ -111,10 +111,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> Int32Array:
-        return self.token_ids[self.num_prompt_tokens : self.num_tokens]
-
-    @property
     def reads_cache(self) -> bool:
         """Log-probabilities of the prompt exist only where the prompt is computed, so such a
         request reads no cache.

@@ -314,10 +314,10 @@ class AdmissionCore:
         arrival = engine.updates.arrive(updates.number)
         if arrival is Arrival.DUPLICATE:
             return
-        self._take_updates(updates, now_ns)
         if arrival is Arrival.GAP:
             engine.updates.restart(updates.number)
             self._resubmit_all(engine, now_ns)
+        self._take_updates(updates, now_ns)
 
     def _take_updates(self, updates: SequenceUpdates, now_ns: int) -> None:
         by_tag, news = self._by_tag, self._news

@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 import re
-from typing import Annotated, NewType
+from typing import Annotated
 
 import msgspec
 
@@ -14,11 +14,6 @@ MAX_ID_LENGTH = 64
 ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,{MAX_ID_LENGTH}}}\Z"
 
 _ID = re.compile(ID_PATTERN)
-
-RequestId = NewType("RequestId", str)
-SeqId = NewType("SeqId", str)
-EngineId = NewType("EngineId", str)
-AdmissionId = NewType("AdmissionId", str)
 
 Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from . import workload
 from .engine import EngineOptions, run
@@ -17,7 +17,6 @@ from .summary import summarize
 from .workload import SHAREGPT, Lengths, LogNormal, Request
 
 WorkloadKind: TypeAlias = Literal["preset", "deep-dive", "sharegpt", "log-normal", "fixed", "trace"]
-WORKLOAD_KINDS: Final = get_args(WorkloadKind)
 MAX_TOKENS: Final = 8192
 """Longest prompt or output that the log-normal kind draws."""
 

@@ -236,7 +236,9 @@ def test_abort_after_the_end() -> None:
 
 
 def test_abort_of_nobody() -> None:
-    _abort_twice(Rig(), "stranger")
+    rig = Rig()
+    _abort_twice(rig, "stranger")
+    assert _is_empty(rig)
 
 
 def test_an_aborted_sequence_ends_once_in_its_updates() -> None:

@@ -42,7 +42,7 @@ def test_a_lane_gives_back_what_was_accepted_and_no_more() -> None:
     assert lanes.known_token_ids(seq).tolist() == [100, 101, 102, 103, 7, 8]
     assert lanes.leave(lane) is seq
     assert (seq.num_tokens, seq.num_computed_tokens, seq.lane) == (6, 5, NO_LANE)
-    assert seq.output_token_ids.tolist() == [7, 8]
+    assert seq.token_ids[seq.num_prompt_tokens : seq.num_tokens].tolist() == [7, 8]
     assert lanes.known_token_ids(seq).tolist() == [100, 101, 102, 103, 7, 8]
 
 
