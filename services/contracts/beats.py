@@ -89,6 +89,8 @@ class KvPoolLoad(Message, frozen=True):
 
 
 class Beat(Message, frozen=True, tag="beat"):
+    """leaving: this is the sender's last one, it ends on purpose (SIGTERM) and in order."""
+
     kind: ServiceKind
     service_id: Id
     generation: int = 0
@@ -98,3 +100,4 @@ class Beat(Message, frozen=True, tag="beat"):
     admission: AdmissionLoad | None = None
     worker: WorkerLoad | None = None
     pools: Annotated[list[KvPoolLoad], Meta(max_length=limits.MAX_NAMES)] = []
+    leaving: bool = False
