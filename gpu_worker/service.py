@@ -27,6 +27,7 @@ from services.contracts.step import Attach, Attached, Poll, StepPlan, StepResult
 from services.models import catalog
 from services.models.errors import ModelFileError
 from services.runtime.bus import Bus, Delivery, Endpoint
+from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_progress, report_ready
 from services.runtime.problem import Problem
 from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
@@ -133,6 +134,7 @@ class WorkerService:
         if ticket != self._ticket:
             return
         start_ns = time.monotonic_ns()
+        failpoint("worker.before_forward")
         result = self._executor.run(plan)
         result = msgspec.structs.replace(
             result,
@@ -143,13 +145,16 @@ class WorkerService:
 
     def _attach(self, request: Attach, reply: str) -> None:
         attached = self._executor.attach(request)
+        if failpoint("worker.after_attach"):
+            return
         self._loop.call_soon_threadsafe(self._attached, attached, reply)
 
     # ---- out
 
     def _finished(self, result: StepResult) -> None:
         self._executor.remember(result)
-        self._put(self._result_subject, result)
+        if not failpoint("worker.after_forward"):
+            self._put(self._result_subject, result)
 
     def _attached(self, attached: Attached, reply: str) -> None:
         self._log.info("attached", generation=attached.generation, epoch=attached.epoch)
@@ -164,6 +169,8 @@ class WorkerService:
         while True:
             subject, message = await self._outbox.get()
             await self._bus.publish(subject, codec.encode(message))
+            if isinstance(message, StepResult):
+                failpoint("worker.after_result")
 
 
 def build_executor(settings: Settings, generation: int) -> Executor:

@@ -19,11 +19,14 @@ from services.contracts.kv import (
     KvDelta,
     KvReportRequest,
     KvSnapshot,
+    LeaseReply,
     LeaseRequest,
+    LookupReply,
     LookupRequest,
 )
 from services.runtime.actor import Actor
 from services.runtime.bus import Bus, Delivery, Endpoint
+from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_ready
 from services.runtime.service import beat_forever, connect, run_together, subjects
 from services.runtime.settings import Settings
@@ -50,7 +53,8 @@ class KvService:
             self._drop(delivery, error)
             return
         if isinstance(message, KvDelta | KvSnapshot):
-            self.actor.post(message)
+            if not failpoint("kv_store.before_delta"):
+                self.actor.post(message)
         else:
             self.actor.post(Asked(message, delivery.reply))
 
@@ -61,8 +65,13 @@ class KvService:
             self._drop(delivery, error)
 
     async def _perform(self, effect: Reply) -> None:
+        message = effect.message
+        if isinstance(message, LeaseReply) and failpoint("kv_store.before_grant"):
+            return
+        if isinstance(message, LookupReply) and failpoint("kv_store.before_lookup_reply"):
+            return
         if effect.reply:
-            await self._bus.publish(effect.reply, codec.encode(effect.message))
+            await self._bus.publish(effect.reply, codec.encode(message))
 
     def _drop(self, delivery: Delivery, error: WireError) -> None:
         self.dropped["wire"] += 1

@@ -46,6 +46,7 @@ from services.runtime.bus import (
     PayloadTooLarge,
     RequestTimeout,
 )
+from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_ready
 from services.runtime.service import beat_forever, connect, run_together, subjects
 from services.runtime.settings import Settings
@@ -111,7 +112,7 @@ class SchedulerService:
 
     def on_submit(self, delivery: Delivery) -> None:
         message = self._decoded(_submit, delivery)
-        if message is not None:
+        if message is not None and not failpoint("scheduler.after_submit"):
             self.actor.post(Submitted(message, delivery.reply))
 
     def on_abort(self, delivery: Delivery) -> None:
@@ -121,7 +122,7 @@ class SchedulerService:
 
     def on_result(self, delivery: Delivery) -> None:
         message = self._decoded(_result, delivery)
-        if message is not None:
+        if message is not None and not failpoint("scheduler.after_result"):
             self.actor.post(message)
 
     def on_beat(self, delivery: Delivery) -> None:
@@ -145,14 +146,18 @@ class SchedulerService:
             case StepPlan():
                 payload = codec.encode(effect)
                 self._remember_size(effect.step_id, len(payload))
-                await self._bus.publish(names.plan(engine), payload)
+                if not failpoint("scheduler.before_plan"):
+                    await self._bus.publish(names.plan(engine), payload)
+                    failpoint("scheduler.after_plan")
             case SendUpdates():
                 subject = names.updates(effect.admission_id)
-                await self._bus.publish(subject, codec.encode(effect.updates))
+                if not failpoint("scheduler.before_updates"):
+                    await self._bus.publish(subject, codec.encode(effect.updates))
             case StepEvent():
                 await self._bus.publish(names.steps(engine), codec.encode(self._measured(effect)))
             case KvDelta() | KvSnapshot():
-                await self._bus.publish(names.delta(engine), codec.encode(effect))
+                if not failpoint("scheduler.before_delta"):
+                    await self._bus.publish(names.delta(engine), codec.encode(effect))
             case Reply():
                 if effect.reply:
                     await self._bus.publish(effect.reply, codec.encode(effect.message))

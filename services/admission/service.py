@@ -46,6 +46,7 @@ from services.runtime.bus import (
     PayloadTooLarge,
     RequestTimeout,
 )
+from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_progress, report_ready
 from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
 from services.runtime.settings import Settings
@@ -147,7 +148,8 @@ class AdmissionService:
             )
             await self._send_frame(SendFrame(delivery.reply, encoding, frame))
             return
-        self.actor.post(ticket)
+        if not failpoint("admission.after_ticket"):
+            self.actor.post(ticket)
 
     def _model_of(self, subject: str) -> str:
         model = self._names.tail(subject, 1)
@@ -254,6 +256,7 @@ class AdmissionService:
                 return
         for effect in self._core.handle(Flush(), start_ns):
             await self._perform(effect)
+        failpoint("admission.after_flush")
         self._flushed_ns = start_ns
         self._flush_gap_ns = frame_gap_ns(time.monotonic_ns() - start_ns)
 
@@ -269,7 +272,11 @@ class AdmissionService:
     async def _perform(self, effect: Effect) -> None:
         match effect:
             case SendFrame():
-                await self._send_frame(effect)
+                if effect.frame.finish_reason is None:
+                    await self._send_frame(effect)
+                elif not failpoint("admission.before_terminal_frame"):
+                    await self._send_frame(effect)
+                    failpoint("admission.after_terminal_frame")
             case Submit():
                 self._spawn(self._submit(effect))
             case Abort():
@@ -307,7 +314,9 @@ class AdmissionService:
                 codec.encode(effect.message),
                 timeout_s=SUBMIT_TIMEOUT_S,
             )
-            self.actor.post(_submit_reply.decode(answer))
+            reply = _submit_reply.decode(answer)
+            if not failpoint("admission.after_submit"):
+                self.actor.post(reply)
         except PayloadTooLarge as error:
             refusal = SubmitReply(seq_id, 0, ErrorCode.PAYLOAD_TOO_LARGE, str(error))
             self.actor.post(refusal)

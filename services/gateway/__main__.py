@@ -27,6 +27,7 @@ from services.contracts.subjects import Subjects
 from services.gateway.app import build_app
 from services.gateway.mesh_view import MeshView
 from services.gateway.serving import Gateway
+from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
 from services.runtime.problem import Problem
@@ -163,6 +164,7 @@ async def _beat(bus: NatsBus, subjects: Subjects, gateway_id: str) -> None:
 def main() -> int:
     try:
         settings = for_service()
+        failpoints.enable(settings)
     except Problem as problem:
         report_fatal(problem.code, problem.cause, problem.fix)
         return 1

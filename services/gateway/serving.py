@@ -41,6 +41,7 @@ from services.gateway.metrics import Meter, Metrics
 from services.gateway.reading import read_body
 from services.gateway.refusals import JSON, Refusal, from_mesh
 from services.gateway.sse import DONE, EventStream, event
+from services.runtime.failpoints import failpoint
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -103,6 +104,7 @@ class Call:
                 async for index, frame in frames:
                     if not begun:
                         begun = True
+                        failpoint("gateway.after_first_frame")
                         for opening in self._openings():
                             yield event(self._chunk([opening]))
                     if frame["text"] or frame["logprobs"] or frame["finish_reason"]:
@@ -114,6 +116,7 @@ class Call:
             if not begun:
                 raise
             yield event(refusal.event())
+        failpoint("gateway.before_done")
         yield DONE
 
     async def _metered(self) -> AsyncGenerator[tuple[int, Frame], None]:
@@ -158,6 +161,7 @@ async def serve(
         raise Refusal(503, ErrorCode.DRAINING.value, "the gateway is stopping")
     ask = parse(body)
     _check_model(gateway, ask.model)
+    failpoint("gateway.before_request")
     traceparent = request.headers.get("traceparent", "")
     call = Call(
         gateway,

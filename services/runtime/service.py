@@ -21,6 +21,7 @@ from services.contracts import codec
 from services.contracts.beats import Beat
 from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.subjects import Subjects
+from services.runtime import failpoints
 from services.runtime.bus import Bus, NatsBus
 from services.runtime.log import configure_logging, get_logger, report_fatal
 from services.runtime.problem import Problem
@@ -47,6 +48,7 @@ def run_service(name: str, main: Main) -> int:
     log = get_logger(name)
     _calm_collector()
     try:
+        failpoints.enable(settings)
         _runner()(_until_signal(main, settings))
     except Stopped:
         return 0

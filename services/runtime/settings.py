@@ -144,6 +144,10 @@ class Settings:
     log_level: str = _knob(
         "info", "least severe level logged", choices=("debug", "info", "warning", "error")
     )
+    fault_injection: str = _knob(
+        "off", "lets failpoints be armed, for drills only", choices=("off", "on")
+    )
+    failpoints: str = _knob("", "NAME:ACTION@COUNT, armed at the start of a service")
 
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}
@@ -359,6 +363,12 @@ def _check_together(settings: Settings) -> None:
             f"nats_url = {settings.nats_url!r} joins a running bus, but nats_port = "
             f"{settings.nats_port} asks for an embedded one",
             "give one of --nats and --nats-port",
+        )
+    if settings.failpoints and settings.fault_injection != "on":
+        raise SettingsError(
+            f"failpoints = {settings.failpoints!r} would break services on purpose, and "
+            "fault_injection is off",
+            "unset STREETCAR_FAILPOINTS, or set STREETCAR_FAULT_INJECTION=on in a drill",
         )
 
 
