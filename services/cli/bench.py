@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from services.contracts.step import StepEvent
     from services.runtime.cluster import Cluster
 
-app = App(name="bench", help="Measure the mesh, or its scheduler alone.")
+app = App(name="bench", help="Measure the mesh, its scheduler alone, or servers side by side.")
+app.command("services.cli.bench_serve:serve", name="serve")
 
 INTERRUPTED: Final = 130
 PROMPT_TOKENS: Final = 16

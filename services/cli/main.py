@@ -31,7 +31,10 @@ COMMANDS: Final = {
     "ps": ("services.cli.ps:ps", "Services that are alive, and what they carry."),
     "kv": ("services.cli.kv:app", "KV blocks: pools, tiers, tenants, hit rates; `kv check`."),
     "check": ("services.cli.check:check", "Score reference tokens, or measure perplexity."),
-    "bench": ("services.cli.bench:app", "Measure the mesh."),
+    "bench": (
+        "services.cli.bench:app",
+        "Measure the mesh, its scheduler, or servers side by side.",
+    ),
     "sim": (
         "services.cli.sim:sim",
         "Plan capacity on the real scheduler, or replay fault histories.",

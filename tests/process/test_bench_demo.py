@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.cli.serving.workload import jobs
 from tests.process.mesh import run
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -29,6 +30,21 @@ def test_bench_mesh(tmp_path: Path, cache: Path) -> None:
     assert 0 < figures["plan_bytes"]["p50"] <= figures["plan_bytes"]["max"]
     assert figures["tokens_per_s"] == pytest.approx(16_000 / period["mean"], rel=0.01)
     assert figures["client_tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=0.2)
+
+
+def test_bench_serve(tmp_path: Path, cache: Path) -> None:
+    """Closed and open loop through the gateway: every token that was asked for is counted."""
+    arguments = ("--worker", "stub", "--step-ms", "1", "--requests", "12", "--turns", "2")
+    loads = ("--users", "4", "--rate", "50", "--json")
+    done = run("bench", "serve", *arguments, *loads, cwd=tmp_path, STREETCAR_CACHE_DIR=str(cache))
+    assert done.returncode == 0, done.stdout + done.stderr
+    closed, opened = json.loads(done.stdout)["results"]
+    assert (closed["load"], opened["load"]) == ("4 users", "50 requests/s")
+    for row in (closed, opened):
+        assert row["failed"] == {} and row["ratio"] is None
+        for turn, seed in zip(row["turns"], (7, 8), strict=True):
+            assert turn["output_tokens"] == sum(job.max_tokens for job in jobs(12, seed))
+            assert 0 < turn["ttft_ms"]["p50"] <= turn["ttft_ms"]["p99"]
 
 
 @pytest.mark.model
