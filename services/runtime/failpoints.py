@@ -128,7 +128,9 @@ class _Switchboard:
         points = self.armed.get(name, [])
         for point in points:
             point.passings += 1
-        return any([self._fire(point) for point in points if point.passings == point.count])
+        due = [point for point in points if point.passings == point.count]
+        lost = [self._fire(point) for point in due]
+        return any(lost)
 
     def _fire(self, point: Armed) -> bool:
         fields = {"name": point.name, "action": point.action.value, "passing": point.passings}
