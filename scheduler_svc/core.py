@@ -488,6 +488,7 @@ class SchedulerCore:
             num_output_tokens=totals.num_output_tokens,
             dp_group=self.config.dp_group,
             wants_prefill=self.link.is_ready and self.batch.planner.wants_prefill,
+            num_blocks_spare=len(lease.spare),
         )
         marks = [StreamMark(name, number) for name, number in self.updates.last_numbers()]
         if self.link.is_ready:

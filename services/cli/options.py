@@ -34,6 +34,7 @@ class ClusterOptions:
     model: Annotated[str | None, _knob("model")] = None
     served_name: Annotated[str | None, _knob("served_name")] = None
     dtype: Annotated[str | None, _knob("dtype")] = None
+    num_admissions: Annotated[int | None, _knob("num_admissions")] = None
     http_host: Annotated[str | None, _knob("http_host")] = None
     http_port: Annotated[int | None, _knob("http_port")] = None
     nats_url: Annotated[str | None, _knob("nats_url", flag="--nats")] = None

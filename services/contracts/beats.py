@@ -38,7 +38,8 @@ class EngineLoad(Message, frozen=True):
     """A scheduler's load and running totals; what routers and /metrics read.
 
     ready: attached to a worker, with blocks to give. Totals count since the scheduler's start.
-    wants_prefill: its vote in the data-parallel group `dp_group` ("" for none).
+    wants_prefill: its vote in the data-parallel group `dp_group` ("" for none). Blocks held by
+    sequences, and spare ones of the lease: together what the ledger has leased to it.
     """
 
     model: Id
@@ -57,6 +58,7 @@ class EngineLoad(Message, frozen=True):
     num_output_tokens: int
     dp_group: str = ""
     wants_prefill: bool = False
+    num_blocks_spare: int = 0
 
 
 class AdmissionLoad(Message, frozen=True):

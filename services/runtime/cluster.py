@@ -25,7 +25,12 @@ import services
 from services.runtime.nats_server import NatsServer, NatsServerError, require_server
 from services.runtime.problem import Problem
 from services.runtime.restarts import RestartPolicy
-from services.runtime.settings import ENV_PREFIX, HTTP_PORT_VARIABLE, Settings
+from services.runtime.settings import (
+    ADMISSION_ID_VARIABLE,
+    ENV_PREFIX,
+    HTTP_PORT_VARIABLE,
+    Settings,
+)
 from services.runtime.supervisor import (
     Observer,
     ServiceFailure,
@@ -37,9 +42,10 @@ from services.runtime.supervisor import (
 
 BUS: Final = "nats"
 GATEWAY: Final = "gateway"
+ADMISSION: Final = "admission"
 MODULES: Final = {
     GATEWAY: "services.gateway",
-    "admission": "services.admission",
+    ADMISSION: "services.admission",
     "scheduler": "scheduler_svc",
     "worker": "gpu_worker",
     "kv_store": "kv_store",
@@ -96,14 +102,14 @@ class Cluster:
             else:
                 await require_server(self._settings.nats_url)
             self._supervisor = Supervisor(
-                [
-                    ServiceSpec(name, (sys.executable, "-P", "-m", module))
-                    for name, module in MODULES.items()
-                ],
+                self._specs(),
                 environment=self._environment(),
                 run_dir=self._run_dir,
                 observer=self._on_event,
             )
+            for number in range(1, self._settings.num_admissions):
+                name = _admission(number)
+                self._supervisor.pin(name, ADMISSION_ID_VARIABLE, name)
             await self._supervisor.start()
             await self._wait_readyz()
         except BaseException as error:
@@ -166,6 +172,15 @@ class Cluster:
     def _running_bus(self) -> NatsServer:
         assert self._bus is not None, "the cluster was never started"
         return self._bus
+
+    def _specs(self) -> list[ServiceSpec]:
+        names = {name: [name] for name in MODULES}
+        names[ADMISSION] = [_admission(n) for n in range(self._settings.num_admissions)]
+        return [
+            ServiceSpec(name, (sys.executable, "-P", "-m", module))
+            for service, module in MODULES.items()
+            for name in names[service]
+        ]
 
     def _environment(self) -> dict[str, str]:
         """The children's environment: ours, with every setting spelled out."""
@@ -241,6 +256,11 @@ class Cluster:
 
     def _emit_bus(self, kind: Any, text: str = "", fields: Mapping[str, Any] | None = None) -> None:
         self._observer(SupervisorEvent(BUS, kind, text, None, fields or {}))
+
+
+def _admission(number: int) -> str:
+    """Name of the admission process `number`; the first has the name of the service."""
+    return f"{ADMISSION}-{number}" if number else ADMISSION
 
 
 async def _ask(host: str, port: int) -> tuple[int, str]:

@@ -25,6 +25,7 @@ from services.runtime.problem import Problem
 ENV_PREFIX: Final = "STREETCAR_"
 CONFIG_VARIABLE: Final = "STREETCAR_CONFIG"
 HTTP_PORT_VARIABLE: Final = "STREETCAR_HTTP_PORT"
+ADMISSION_ID_VARIABLE: Final = "STREETCAR_ADMISSION_ID"
 CONFIG_FILE_NAME: Final = "streetcar.toml"
 MAX_CONFIG_BYTES: Final = 1 << 20
 
@@ -138,6 +139,7 @@ class Settings:
     kv_store_id: str = _knob("kv-0", "id of this ledger", pattern=_ID)
     admission_id: str = _knob("admission-0", "id of this admission", pattern=_ID)
     gateway_id: str = _knob("gateway-0", "id of this gateway", pattern=_ID)
+    num_admissions: int = _knob(1, "admission processes of a cluster", low=1, high=16)
 
     cache_dir: str = _knob("", "where models lie, empty: the user's cache")
     run_dir: str = _knob("", "logs and the bus's files, empty: a new temporary directory")

@@ -67,12 +67,13 @@ class _Events(list[SupervisorEvent]):
 
 @asynccontextmanager
 async def _cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_admissions: int = 1, **scripts: str
 ) -> AsyncIterator[tuple[Cluster, _Events]]:
     monkeypatch.setattr(module, "MODULES", _stand_ins(tmp_path / "fakes", **scripts))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"))
     events = _Events()
-    made = Cluster(Settings(run_dir=str(tmp_path / "run")), events)
+    settings = Settings(run_dir=str(tmp_path / "run"), num_admissions=num_admissions)
+    made = Cluster(settings, events)
     try:
         yield made, events
     finally:
@@ -93,6 +94,19 @@ async def test_cluster_starts_when_the_gateway_is_ready_and_stops_the_bus_last(
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+NAMED_PLAIN = PLAIN.replace("report_ready()", "report_ready(id=for_service().admission_id)")
+
+
+async def test_admissions_are_processes_with_ids_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _cluster(tmp_path, monkeypatch, 3, admission=NAMED_PLAIN) as (cluster, events):
+        await cluster.start()
+        assert {"admission", "admission-1", "admission-2"} <= set(cluster.pids)
+    ids = [event.fields["id"] for event in events if event.fields.get("id")]
+    assert len(set(ids)) == len(ids) == 3
 
 
 async def test_killed_bus_comes_back_at_the_same_address(
