@@ -22,9 +22,20 @@ from services.contracts.vectors import unpack
 
 from .ballots import Ballots
 from .batch import Batch
-from .events import AbortAsked, DrainAsked, Effect, Event, Note, Reply, Submitted, WorkerSilent
+from .events import (
+    AbortAsked,
+    DrainAsked,
+    Effect,
+    Event,
+    Note,
+    OfferAdoption,
+    Reply,
+    Submitted,
+    WorkerSilent,
+)
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
+from .owners import BEAT_NS, Owners, next_part, offer
 from .planning import Experience, Shape, Step
 from .policies import Policies
 from .policies.token_budget import default_budget
@@ -76,10 +87,13 @@ class SchedulerCore:
         self.totals = Totals()
         self.experience = Experience()
         self.ballots = Ballots(config.engine, config.dp_group, config.dp_size)
+        self.owners = Owners()
         self.draining = False
         self.max_model_len = 0
         self.updates = UpdateLog(config.engine)
         self.batch = self._empty_batch()
+        self._offer_at_ns = 0
+        self._offered_uid = 0
         self._effects: list[Effect] = []
 
     # ---- entry
@@ -123,7 +137,7 @@ class SchedulerCore:
             case Submitted():
                 self._on_submit(event.message, event.reply, now_ns)
             case AbortAsked():
-                self._on_abort(event.message, event.reply)
+                self._on_abort(event.message, event.reply, now_ns)
             case LookupReply():
                 self._on_lookup(event)
             case LeaseReply():
@@ -164,19 +178,23 @@ class SchedulerCore:
     # ---- sequences come and go
 
     def _on_submit(self, message: SubmitSequence, reply: str, now_ns: int) -> None:
-        refusal = None
+        refusal, owned_elsewhere = None, False
+        self.owners.touch(message.admission_id, now_ns)
         known = self.roster.find(message.seq_id)
-        if known is not None:
-            self._resend(known, message)
-        else:
+        if known is None:
             refusal = self._refusal(message)
             if refusal is None:
                 self._admit(message, now_ns)
+        elif self._may_take(known, message.admission_id, now_ns):
+            self._resend(known, message)
+        else:
+            owned_elsewhere = True
         answer = SubmitReply(
             seq_id=message.seq_id,
             epoch=self.link.epoch,
             code=refusal.code if refusal else None,
             message=refusal.message if refusal else "",
+            owned_elsewhere=owned_elsewhere,
         )
         self._effects.append(Reply(reply, answer))
 
@@ -202,8 +220,11 @@ class SchedulerCore:
         self.waiting.add(seq)
 
     def _resend(self, seq: Sequence, message: SubmitSequence) -> None:
-        """Submitted again: its admission has missed something, or is a new one."""
+        """Submitted again: its admission has missed something, or another one takes it over."""
+        if seq.admission_id != message.admission_id:
+            self.updates.add_moved(seq)
         seq.admission_id, seq.tag = message.admission_id, message.tag
+        seq.envelope = message.envelope
         index = self.updates.admission_index(seq.admission_id)
         lanes = self.batch.lanes
         if seq.lane != NO_LANE:
@@ -215,15 +236,46 @@ class SchedulerCore:
         if ending is not None:
             self.updates.add_finished(seq, *ending)
 
-    def _on_abort(self, message: AbortSequences, reply: str) -> None:
+    def _may_take(self, seq: Sequence, admission_id: str, now_ns: int) -> bool:
+        """Whether `seq` is that admission's, or nobody's."""
+        owner = seq.admission_id
+        return owner == admission_id or self.owners.is_absent(owner, now_ns)
+
+    def _on_abort(self, message: AbortSequences, reply: str, now_ns: int) -> None:
         for seq_id in message.seq_ids:
             seq = self.roster.find(seq_id)
-            if seq is None:
+            if seq is None or not self._may_take(seq, message.admission_id, now_ns):
                 continue
-            if seq.status is not SequenceStatus.FINISHED:
-                self._finish(seq, FinishReason.ABORT)
-            self.roster.forget(seq)
+            self._drop(seq)
         self._effects.append(Reply(reply, AbortReply(epoch=self.link.epoch)))
+
+    def _find_owners(self, now_ns: int) -> None:
+        """Offer what absent admissions had to the others; what nobody took for long, drop."""
+        if now_ns < self._offer_at_ns:
+            return
+        self._offer_at_ns = now_ns + BEAT_NS
+        gone = self.owners.forget_silent(now_ns)
+        absent = self.owners.absent(now_ns)
+        if not (gone or absent):
+            return
+        orphans = []
+        for seq in (*self.roster.live(), *self.roster.logged()):
+            if seq.admission_id in gone:
+                self._drop(seq)
+            elif seq.admission_id in absent and seq.envelope:
+                orphans.append(seq)
+        for admission_id in gone:
+            self.updates.forget(admission_id)
+        part = next_part(orphans, self._offered_uid, self.config.max_join_bytes)
+        if part:
+            self._offered_uid = part[-1].uid
+            self._effects.append(OfferAdoption(offer(self.config.engine, part, now_ns)))
+
+    def _drop(self, seq: Sequence) -> None:
+        """Nobody wants to know its end."""
+        if seq.status is not SequenceStatus.FINISHED:
+            self._finish(seq, FinishReason.ABORT)
+        self.roster.forget(seq)
 
     def _finish(
         self,
@@ -448,6 +500,8 @@ class SchedulerCore:
     def _on_beat(self, beat: Beat, now_ns: int) -> None:
         # Beats come also where nothing else does, so the log of an idle scheduler ages too.
         self.roster.forget_old(now_ns)
+        self.owners.hear(beat, now_ns)
+        self._find_owners(now_ns)
         if beat.kind is ServiceKind.GPU_WORKER:
             self.link.see_epoch(beat.epoch)
             if self.link.is_ready and beat.generation != self.link.generation:

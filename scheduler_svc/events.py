@@ -18,7 +18,12 @@ from services.contracts.kv import (
     LookupReply,
     LookupRequest,
 )
-from services.contracts.sequences import AbortSequences, SequenceUpdates, SubmitSequence
+from services.contracts.sequences import (
+    AbortSequences,
+    AdoptSequences,
+    SequenceUpdates,
+    SubmitSequence,
+)
 from services.contracts.step import (
     Attach,
     Attached,
@@ -83,6 +88,13 @@ class SendUpdates:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferAdoption:
+    """To any one admission."""
+
+    message: AdoptSequences
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something a person may want to read in the log."""
 
@@ -93,6 +105,7 @@ class Note:
 Effect: TypeAlias = (
     Reply
     | SendUpdates
+    | OfferAdoption
     | Note
     | StepPlan
     | StepEvent

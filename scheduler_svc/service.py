@@ -52,7 +52,17 @@ from services.runtime.service import beat_forever, connect, run_together, subjec
 from services.runtime.settings import Settings
 
 from .core import SchedulerConfig, SchedulerCore
-from .events import AbortAsked, Effect, Event, Note, Reply, SendUpdates, Submitted, WorkerSilent
+from .events import (
+    AbortAsked,
+    Effect,
+    Event,
+    Note,
+    OfferAdoption,
+    Reply,
+    SendUpdates,
+    Submitted,
+    WorkerSilent,
+)
 from .policies import Policies
 
 # An attach waits for the running step, which may be a long prompt on a slow machine.
@@ -153,6 +163,8 @@ class SchedulerService:
                 subject = names.updates(effect.admission_id)
                 if not failpoint("scheduler.before_updates"):
                     await self._bus.publish(subject, codec.encode(effect.updates))
+            case OfferAdoption():
+                await self._bus.publish(names.adopt, codec.encode(effect.message))
             case StepEvent():
                 await self._bus.publish(names.steps(engine), codec.encode(self._measured(effect)))
             case KvDelta() | KvSnapshot():
@@ -257,6 +269,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         (names.any_beat("gpu_worker"), service.on_beat),
         (names.any_beat("kv_store"), service.on_beat),
         (names.any_beat("scheduler"), service.on_beat),
+        (names.any_beat("admission"), service.on_beat),
     ]
     for subject, handler in listeners:
         await bus.subscribe(subject, handler)

@@ -39,34 +39,54 @@ class _Outbox:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     started: list[SequenceStarted] = field(default_factory=list)
     finished: list[SequenceFinished] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (self.tags or self.started or self.finished or self.prompt_logprobs)
+        news = self.tags or self.started or self.finished or self.prompt_logprobs or self.moved
+        return not news
 
 
 class UpdateLog:
-    """Collects a step's news per admission and numbers the messages."""
+    """Collects a step's news per admission and numbers the messages.
+
+    An admission's index is used again once it is forgotten. Numbers of a new one go on above all
+    forgotten ones: should one of these come back after all, it finds a gap, not old news.
+    """
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.index: dict[str, int] = {}
         self._boxes: list[_Outbox] = []
         self._ids: list[str] = []
+        self._free: list[int] = []
+        self._floor = 0
 
     def admission_index(self, admission_id: str) -> int:
         """Small number of an admission, for the lane column."""
         known = self.index.get(admission_id)
         if known is None:
-            known = self.index[admission_id] = len(self._ids)
-            self._ids.append(admission_id)
-            self._boxes.append(_Outbox())
+            if not self._free:
+                self._free.append(len(self._ids))
+                self._ids.append("")
+                self._boxes.append(_Outbox())
+            known = self.index[admission_id] = self._free.pop()
+            self._ids[known] = admission_id
+            self._boxes[known] = _Outbox(number=self._floor)
         return known
+
+    def forget(self, admission_id: str) -> None:
+        """It is gone, and has no sequence any more."""
+        known = self.index.pop(admission_id, None)
+        if known is not None:
+            self._floor = max(self._floor, self._boxes[known].number)
+            self._boxes[known] = _Outbox()
+            self._free.append(known)
 
     def last_numbers(self) -> Iterator[tuple[str, int]]:
         """(admission, last number sent), for beats."""
-        for admission_id, box in zip(self._ids, self._boxes, strict=True):
-            yield admission_id, box.number
+        for admission_id, index in self.index.items():
+            yield admission_id, self._boxes[index].number
 
     def add_column(
         self, admissions: Int32Array, tags: Int32Array, offsets: Int32Array, token_ids: Int32Array
@@ -74,8 +94,9 @@ class UpdateLog:
         """One token for each of n sequences: int32 [n] each."""
         if not len(tags):
             return
-        if len(self._boxes) == 1:
-            self._put(self._boxes[0], tags, offsets, None, token_ids)
+        first = int(admissions[0])
+        if len(self._boxes) == 1 or (admissions == first).all():
+            self._put(self._boxes[first], tags, offsets, None, token_ids)
             return
         for index in np.unique(admissions).tolist():
             mine = admissions == index
@@ -132,6 +153,10 @@ class UpdateLog:
             )
         )
 
+    def add_moved(self, seq: Sequence) -> None:
+        """Before `seq` gets another owner: the present one is to hear of it."""
+        self._box(seq).moved.append(seq.tag)
+
     def flush(self, generation: int, epoch: int) -> Iterator[SendUpdates]:
         """The messages of this step; boxes are empty after it."""
         for index, box in enumerate(self._boxes):
@@ -151,6 +176,7 @@ class UpdateLog:
                 prompt_logprobs=box.prompt_logprobs,
                 started=box.started,
                 finished=box.finished,
+                moved=pack(box.moved),
             )
             self._boxes[index] = _Outbox(number=number)
             yield SendUpdates(self._ids[index], updates)

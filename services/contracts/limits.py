@@ -52,6 +52,18 @@ MAX_FRAME_DELAY_MS: Final = 50
 CANCEL_TOMBSTONE_SECONDS: Final = 10
 MAX_TOMBSTONES: Final = 16384
 
+# A frame of a stream that has much to catch up with (a resume, an adoption) goes out in parts.
+MAX_FRAME_TOKENS: Final = 1024
+
+# Recovery. An ended request can be resumed for a while; the oldest go first where there are more.
+ENDED_SECONDS: Final = 10
+MAX_ENDED: Final = 4096
+MAX_ENDED_BYTES: Final = 64 * 1024 * 1024
+# A request for whose frames nobody has listened so long is aborted.
+UNHEARD_SECONDS: Final = 5
+# An engine that was ready so lately is waited for, as long.
+ENGINE_ABSENCE_SECONDS: Final = 10
+
 MAX_ERROR_CHARS: Final = 2048
 MAX_ENVELOPE_BYTES: Final = 64 * 1024
 MAX_TRACE_CHARS: Final = 128

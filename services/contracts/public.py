@@ -83,7 +83,8 @@ class GenerateRequest(_Request, frozen=True):
 
     max_tokens: new tokens at most; absent means all the room that the model length leaves.
     top_k: -1, 0 and anything not below the vocabulary mean off.
-    seed: drawn by admission where absent, so that a retry elsewhere gives the same tokens.
+    seed: drawn by admission where absent; who may retry draws it, so that the retry is the same
+    request.
     priority: lower is more urgent. deadline_ms: from arrival; the request then ends with
     `deadline_exceeded`.
     retry: the client has sent this `request_id` before and saw no frame.
@@ -121,6 +122,12 @@ class GenerateRequest(_Request, frozen=True):
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ResumeRequest(_Request, frozen=True):
+    """On `resume.<request_id>`: show again from output token `offset` on."""
+
+    offset: Annotated[int, Meta(ge=0, le=limits.MAX_OUTPUT_TOKENS)] = 0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -194,6 +201,21 @@ def decode_request(payload: bytes) -> GenerateRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         message = f"the payload is neither a JSON nor a MessagePack object: {error}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message) from None
+
+
+_resume_json = msgspec.json.Decoder(ResumeRequest)
+_resume_msgpack = msgspec.msgpack.Decoder(ResumeRequest)
+
+
+def decode_resume(payload: bytes) -> ResumeRequest:
+    """An empty payload asks for everything. Raises RequestError(INVALID_REQUEST)."""
+    if not payload:
+        return ResumeRequest()
+    is_json = encoding_of(payload) is Encoding.JSON
+    try:
+        return (_resume_json if is_json else _resume_msgpack).decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
 
 
 class _Named(msgspec.Struct, frozen=True):

@@ -53,12 +53,27 @@ class SubmitSequence(Message, frozen=True, tag="submit", kw_only=True):
 
 
 class SubmitReply(Message, frozen=True, tag="submit_reply"):
-    """code: None where the sequence is the scheduler's now."""
+    """code: None where the sequence is the scheduler's now.
+
+    owned_elsewhere: another admission that lives has it; its client hears from that one.
+    """
 
     seq_id: Id
     epoch: int
     code: ErrorCode | None = None
     message: _Text = ""
+    owned_elsewhere: bool = False
+
+
+class AdoptSequences(Message, frozen=True, tag="adopt"):
+    """scheduler -> any one admission: sequences whose own is suspect or leaving.
+
+    Each as it was submitted, without the tokens it has by now; who takes it submits it, and gets
+    them. Repeated until somebody does.
+    """
+
+    engine: Id
+    sequences: Annotated[list[SubmitSequence], Meta(max_length=limits.MAX_LANES)]
 
 
 class AbortSequences(Message, frozen=True, tag="abort"):
@@ -120,6 +135,7 @@ class SequenceUpdates(Message, frozen=True, tag="updates"):
 
     tags, offsets, counts: int32 [n]; empty `counts` means one token each. token_ids: int32 [sum of
     counts]. Started entries count before, finished ones after all tokens of the same message.
+    moved: int32 vector, tags of sequences that another admission has now.
     """
 
     engine: Id
@@ -134,3 +150,4 @@ class SequenceUpdates(Message, frozen=True, tag="updates"):
     prompt_logprobs: list[PromptLogprobs] = []
     started: list[SequenceStarted] = []
     finished: list[SequenceFinished] = []
+    moved: Vector = EMPTY

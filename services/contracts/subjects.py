@@ -42,6 +42,13 @@ class Subjects:
     def any_cancel(self) -> str:
         return f"{self.prefix}.cancel.*"
 
+    def resume(self, request_id: str) -> str:
+        return f"{self.prefix}.resume.{_token(request_id)}"
+
+    @property
+    def any_resume(self) -> str:
+        return f"{self.prefix}.resume.*"
+
     # An engine: its scheduler and rank 0 of its worker group.
     def submit(self, engine: str) -> str:
         return f"{self.prefix}.engine.{_token(engine)}.submit"
@@ -67,6 +74,11 @@ class Subjects:
     # Admission.
     def updates(self, admission: str) -> str:
         return f"{self.prefix}.admission.{_token(admission)}.updates"
+
+    @property
+    def adopt(self) -> str:
+        """Heard by one admission of the queue group."""
+        return f"{self.prefix}.admission.adopt"
 
     # The ledger.
     def lookup(self, engine: str) -> str:
