@@ -55,12 +55,15 @@ class Client:
         url: str = DEFAULT_URL,
         *,
         prefix: str = "streetcar.v1",
+        inbox_prefix: str = "_INBOX",
         first_frame_timeout_s: float = 60.0,
         next_frame_timeout_s: float = 120.0,
     ) -> None:
-        """first_frame_timeout_s: then the request is sent once more, and given up after as long."""
+        """inbox_prefix: first token of the inboxes that the bus lets this user read.
+        first_frame_timeout_s: then the request is sent once more, and given up after as long."""
         self._url = url
         self._prefix = prefix
+        self._inbox_prefix = inbox_prefix
         self._first_frame_timeout_s = first_frame_timeout_s
         self._next_frame_timeout_s = next_frame_timeout_s
         self._connection = Connection()
@@ -74,13 +77,15 @@ class Client:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._connection.connect(
                     servers=self._url.split(","),
+                    inbox_prefix=self._inbox_prefix,
                     max_reconnect_attempts=-1,
                     pending_size=0,  # a request that waits out an outage comes too late
                     error_cb=_ignore,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
             await self.__aexit__()
-            message = f"no nats-server answers at {self._url}"
+            # What comes before the host may be a password.
+            message = f"no nats-server answers at {self._url.rpartition('@')[2]}"
             raise StreetcarClientError("no_server", message, 503) from error
         self._inbox = self._connection.new_inbox()
         await self._connection.subscribe(f"{self._inbox}.*", cb=self._deliver)

@@ -25,6 +25,7 @@ from services.contracts.beats import Beat
 from services.contracts.errors import ERRORS, ErrorCode, RequestError, WireError
 from services.contracts.ids import is_id
 from services.contracts.limits import MAX_FRAME_DELAY_MS, MAX_TRACE_CHARS
+from services.contracts.permissions import takes_frames
 from services.contracts.public import (
     Encoding,
     ErrorBody,
@@ -129,8 +130,8 @@ class AdmissionService:
             self.actor.post(message)
 
     def _may_answer(self, reply: str) -> bool:
-        """A frame on a subject of the mesh, or of the server, would be a forged message."""
-        return bool(reply) and not reply.startswith((f"{self._names.prefix}.", "$"))
+        """Frames go to inboxes of clients: anywhere else one would be a forged message."""
+        return takes_frames(reply)
 
     async def _generate(self, delivery: Delivery) -> None:
         encoding, request_id = encoding_of(delivery.payload), request_id_of(delivery.payload)

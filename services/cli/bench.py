@@ -87,7 +87,7 @@ def mesh(
     settings = prepare(_settings(lanes, step_ms, max_tokens))
 
     async def work(cluster: Cluster) -> dict[str, Any]:
-        return await _measure(cluster.nats_url, settings, max_tokens, seconds)
+        return await _measure(cluster, settings, max_tokens, seconds)
 
     async def run() -> dict[str, Any] | None:
         return await run_cluster(Cluster(settings, ClusterReporter(quiet=json)), work)
@@ -148,7 +148,9 @@ def _settings(lanes: int, step_ms: float, max_tokens: int) -> Settings:
     )
 
 
-async def _measure(url: str, settings: Settings, max_tokens: int, seconds: float) -> dict[str, Any]:
+async def _measure(
+    cluster: Cluster, settings: Settings, max_tokens: int, seconds: float
+) -> dict[str, Any]:
     from services.cli.bus import connect
     from services.cli.requests import connected
     from services.contracts.codec import Decoder
@@ -161,7 +163,10 @@ async def _measure(url: str, settings: Settings, max_tokens: int, seconds: float
     async def on_step(message: Any) -> None:
         window.add(decoder.decode(message.data), time.monotonic())
 
-    async with connect(url) as bus, connected(url, settings.subject_prefix) as client:
+    async with (
+        connect(cluster.observer_url) as bus,
+        connected(cluster.nats_url, settings.subject_prefix) as client,
+    ):
         steps = Subjects(settings.subject_prefix).steps(settings.engine_id)
         await bus.subscribe(steps, cb=on_step)
         tasks = [

@@ -9,6 +9,8 @@ from cyclopts import App
 
 from services.cli.options import ClusterOptions
 from services.cli.output import print_json
+from services.contracts.subjects import Subjects
+from services.runtime.bus_access import authorization, limits
 from services.runtime.settings import knobs
 
 app = App(name="config", help="Settings: file < environment (STREETCAR_*) < flag.")
@@ -35,4 +37,16 @@ def show(options: ClusterOptions | None = None, *, json: bool = False) -> int:
         shown = '""' if value == "" else str(value)
         origin = settings.origin(knob.name)
         print(f"{knob.name:<{width}}  {shown:<16}  {origin:<28}  {knob.metadata['help']}")
+    return 0
+
+
+@app.command
+def bus(options: ClusterOptions | None = None) -> int:
+    """Print limits, users and permissions for a nats-server of your own, to be included.
+
+    The passwords are read by that server from its environment: NATS_PASSWORD_ADMISSION and so on.
+    """
+    prefix = (options or ClusterOptions()).settings().subject_prefix
+    print("# Made by `streetcar config bus`.")
+    print("\n".join([*limits(), *authorization(Subjects(prefix))]))
     return 0

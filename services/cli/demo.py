@@ -109,7 +109,7 @@ def demo(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     settings = prepare((options or ClusterOptions()).settings())
 
     async def work(cluster: Cluster) -> DemoResult:
-        return await _ask_all(cluster.nats_url, settings, live=not json)
+        return await _ask_all(cluster, settings, live=not json)
 
     async def run() -> DemoResult | None:
         return await run_cluster(Cluster(settings, ClusterReporter()), work)
@@ -124,13 +124,13 @@ def demo(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     return 0 if all(stream.finish_reason in {"stop", "length"} for stream in result.streams) else 1
 
 
-async def _ask_all(url: str, settings: Settings, *, live: bool) -> DemoResult:
+async def _ask_all(cluster: Cluster, settings: Settings, *, live: bool) -> DemoResult:
     from services.cli.requests import connected
 
-    async with connected(url, settings.subject_prefix) as client:
+    async with connected(cluster.nats_url, settings.subject_prefix) as client:
         # The first answer warms the kernels up, and leaves the common prefix in the cache.
         await _ask(client, settings.served_name, Stream(DemoPrompt("warm-up", "Hi", 1)))
-        before = await _engine_load(url, settings)
+        before = await _engine_load(cluster.observer_url, settings)
         streams = [Stream(prompt) for prompt in PROMPTS]
         started = time.monotonic()
         tasks = [asyncio.create_task(_ask(client, settings.served_name, s)) for s in streams]
@@ -142,7 +142,7 @@ async def _ask_all(url: str, settings: Settings, *, live: bool) -> DemoResult:
             for task in (*tasks, show):
                 task.cancel()
             await asyncio.wait({*tasks, show})
-    after = await _engine_load(url, settings)
+    after = await _engine_load(cluster.observer_url, settings)
     steps = after.num_steps - before.num_steps
     return DemoResult(
         streams=streams,

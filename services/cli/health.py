@@ -11,6 +11,7 @@ from typing import Final
 
 from services.cli.options import ClusterOptions
 from services.cli.output import print_json
+from services.cli.running_file import find_cluster
 from services.runtime.problem import Problem
 
 BEAT_TIMEOUT_S: Final = 3.0
@@ -34,7 +35,8 @@ def health(kind: str, options: ClusterOptions | None = None, *, json: bool = Fal
             cause="a heartbeat is heard on a running bus",
             fix="--nats nats://HOST:4222   or   STREETCAR_NATS_URL",
         )
-    waited = asyncio.run(_wait_for_beat(settings.nats_url, settings.subject_prefix, kind))
+    url = find_cluster(settings).watch_url
+    waited = asyncio.run(_wait_for_beat(url, settings.subject_prefix, kind))
     if json:
         print_json({"kind": kind, "alive": True, "waited_s": round(waited, 3)})
     else:

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from services.cli.output import print_json
 from services.cli.ps import listen
 from services.cli.running_file import find_cluster
+from services.runtime.bus_access import without_password
 from services.runtime.problem import Problem
 from services.runtime.settings import load
 
@@ -131,7 +132,7 @@ def lines(report: KvReport) -> list[str]:
 
 def _where(nats_url: str | None) -> tuple[str, str]:
     settings = load(flags={} if nats_url is None else {"nats_url": nats_url})
-    return find_cluster(settings).nats_url, settings.subject_prefix
+    return find_cluster(settings).watch_url, settings.subject_prefix
 
 
 async def _engines(url: str, prefix: str, engine: str | None) -> list[str]:
@@ -140,7 +141,8 @@ async def _engines(url: str, prefix: str, engine: str | None) -> list[str]:
     beats = await listen(url, prefix)
     found = sorted({pool.engine for beat in beats for pool in beat.pools})
     if not found:
-        raise Problem("E203", "No ledger has a pool", cause=f"no heartbeat with one on {url}")
+        cause = f"no heartbeat with one on {without_password(url)}"
+        raise Problem("E203", "No ledger has a pool", cause=cause)
     return found
 
 

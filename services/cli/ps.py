@@ -12,6 +12,7 @@ import msgspec
 
 from services.cli.output import print_json
 from services.cli.requests import RequestOptions, cluster_of
+from services.runtime.bus_access import without_password
 from services.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def ps(options: RequestOptions | None = None, *, json: bool = False) -> int:
         Print one object per service.
     """
     settings, cluster, _ = cluster_of(options or RequestOptions())
-    beats = asyncio.run(listen(cluster.nats_url, settings.subject_prefix))
+    beats = asyncio.run(listen(cluster.watch_url, settings.subject_prefix))
     for beat in sorted(beats, key=lambda b: (b.kind, b.service_id)):
         if json:
             print_json(_as_dict(beat))
@@ -38,7 +39,8 @@ def ps(options: RequestOptions | None = None, *, json: bool = False) -> int:
             epochs = f"generation {beat.generation} epoch {beat.epoch}"
             print(f"{beat.kind:<12} {beat.service_id:<18} {epochs:<24} {_load(beat)}".rstrip())
     if not beats:
-        raise Problem("E203", "No service is alive", cause=f"no heartbeat on {cluster.nats_url}")
+        bus = without_password(cluster.nats_url)
+        raise Problem("E203", "No service is alive", cause=f"no heartbeat on {bus}")
     return 0
 
 

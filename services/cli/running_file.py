@@ -1,7 +1,8 @@
 """Where the clusters of this user run: one small file each, which `up` writes and others read.
 
 Invariants: a file names a process that lives, or it is ignored; it is written whole or not at
-all; a cluster removes its own file only. With it, `streetcar chat` needs no address.
+all, for its owner's eyes only; a cluster removes its own file only. With it, `streetcar chat`
+needs no address, and `streetcar ps` no password.
 
 Shell: one directory in the cache directory.
 """
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from services.runtime.nats_server import write_private
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings
 
@@ -26,12 +28,21 @@ _MAX_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """Addresses of a cluster, the name of its model, and the process that supervises it."""
+    """Addresses of a cluster, the name of its model, and the process that supervises it.
+
+    observer_url: the bus with the password of its observer; "" where nats_url is all there is.
+    """
 
     nats_url: str
     http_url: str
     model: str
     pid: int
+    observer_url: str = ""
+
+    @property
+    def watch_url(self) -> str:
+        """The bus for commands that listen: heartbeats, steps, the ledger's books."""
+        return self.observer_url or self.nats_url
 
 
 def remember(settings: Settings, cluster: RunningCluster) -> None:
@@ -40,7 +51,7 @@ def remember(settings: Settings, cluster: RunningCluster) -> None:
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(cluster)))
+        write_private(partial, json.dumps(asdict(cluster)))
         partial.replace(path)
     except OSError:
         # A convenience only: the addresses are on the screen.
@@ -55,8 +66,10 @@ def forget(settings: Settings, pid: int) -> None:
 
 def find_cluster(settings: Settings) -> RunningCluster:
     """The bus named by the settings, else the youngest cluster that lives. Raises Problem."""
-    if settings.nats_url:
-        return RunningCluster(settings.nats_url, "", settings.served_name, 0)
+    if url := settings.nats_url:
+        named = (c for c in _recorded(settings) if _same(c.nats_url, url) and _is_alive(c.pid))
+        observer_url = next((c.observer_url for c in named), "")
+        return RunningCluster(url, "", settings.served_name, 0, observer_url)
     found = next((c for c in _recorded(settings) if _is_alive(c.pid)), None)
     if found is None:
         raise Problem(
@@ -66,6 +79,10 @@ def find_cluster(settings: Settings) -> RunningCluster:
             fix="streetcar up   or   --nats nats://HOST:4222   or   STREETCAR_NATS_URL",
         )
     return found
+
+
+def _same(url: str, other: str) -> bool:
+    return url == other.replace("//localhost:", "//127.0.0.1:")
 
 
 def _path(settings: Settings, pid: int) -> Path:

@@ -207,6 +207,7 @@ async def _fitted(options: SimOptions) -> StepTime:
 
 async def _listen(url: str, seconds: float) -> list[StepEvent]:
     from services.cli.bus import connect
+    from services.cli.running_file import find_cluster
     from services.contracts.codec import Decoder
     from services.contracts.step import StepEvent
     from services.contracts.subjects import Subjects
@@ -219,8 +220,8 @@ async def _listen(url: str, seconds: float) -> list[StepEvent]:
         if len(steps) < _MAX_FIT_STEPS:
             steps.append(decoder.decode(message.data))
 
-    settings = load()
-    async with connect(url) as bus:
+    settings = load(flags={"nats_url": url})
+    async with connect(find_cluster(settings).watch_url) as bus:
         subject = Subjects(settings.subject_prefix).steps(settings.engine_id)
         await bus.subscribe(subject, cb=on_step)
         await asyncio.sleep(seconds)

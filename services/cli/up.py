@@ -23,6 +23,7 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     """
     from services.cli.running import prepare, run_cluster
     from services.cli.running_file import RunningCluster, forget, remember
+    from services.runtime.bus_access import without_password
     from services.runtime.cluster import Cluster
 
     settings = prepare((options or ClusterOptions()).settings())
@@ -30,7 +31,13 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     def announce(cluster: Cluster) -> None:
         remember(
             settings,
-            RunningCluster(cluster.nats_url, cluster.http_url, settings.served_name, os.getpid()),
+            RunningCluster(
+                cluster.nats_url,
+                cluster.http_url,
+                settings.served_name,
+                os.getpid(),
+                cluster.observer_url,
+            ),
         )
         if json:
             print_json(
@@ -41,7 +48,7 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
                 }
             )
             return
-        print(f"\n  ready    {cluster.http_url}/v1    {cluster.nats_url}")
+        print(f"\n  ready    {cluster.http_url}/v1    {without_password(cluster.nats_url)}")
         print('  try      streetcar chat "hello"   |   streetcar ps')
         print("  stop     Ctrl-C", flush=True)
 

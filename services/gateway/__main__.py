@@ -23,12 +23,14 @@ from services.contracts.beats import Beat, ServiceKind
 from services.contracts.codec import Decoder, encode
 from services.contracts.errors import WireError
 from services.contracts.limits import BEAT_PERIOD_MS
+from services.contracts.permissions import inbox_prefix
 from services.contracts.subjects import Subjects
 from services.gateway.app import build_app
 from services.gateway.mesh_view import MeshView
 from services.gateway.serving import Gateway
 from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
+from services.runtime.bus_access import user_of
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
@@ -81,6 +83,7 @@ async def run(settings: Settings) -> int:
     client = Client(
         nats_url,
         prefix=settings.subject_prefix,
+        inbox_prefix=inbox_prefix(user_of(nats_url)),
         first_frame_timeout_s=FIRST_FRAME_TIMEOUT_S,
         next_frame_timeout_s=NEXT_FRAME_TIMEOUT_S,
     )

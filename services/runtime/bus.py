@@ -23,6 +23,8 @@ from nats.micro.request import Request as MicroRequest
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from services.contracts.errors import StreetcarError
+from services.contracts.permissions import inbox_prefix
+from services.runtime.bus_access import user_of
 from services.runtime.log import get_logger
 
 PENDING_MESSAGES: Final = 65_536
@@ -33,6 +35,7 @@ RECONNECT_WAIT_S: Final = 0.1
 CONNECT_TIMEOUT_S: Final = 5
 DRAIN_TIMEOUT_S: Final = 5
 SERVICE_VERSION: Final = "1.0.0"
+MAX_REASON_CHARS: Final = 300
 
 
 class NoResponders(StreetcarError):
@@ -121,6 +124,7 @@ class NatsBus:
         await self._client.connect(
             servers=url.split(","),
             name=self._name,
+            inbox_prefix=inbox_prefix(user_of(url)),
             pending_size=0,
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=MAX_PINGS_OUT,
@@ -231,7 +235,8 @@ class NatsBus:
         if isinstance(error, nats.errors.SlowConsumerError):
             self._log.error("slow_consumer", subject=error.subject)
         elif not isinstance(error, ConnectionError):
-            self._log.warning("bus_error", kind=kind)
+            # nats-py has no class of its own for what the server refuses.
+            self._log.warning("bus_error", kind=kind, reason=str(error)[:MAX_REASON_CHARS])
 
     async def _on_disconnected(self) -> None:
         if self._on_change is not None and not self._client.is_closed:

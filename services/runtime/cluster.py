@@ -1,8 +1,9 @@
 """One whole cluster on this machine: the bus, then all services, under one supervisor.
 
 Invariants: everything that was started is stopped, services first and the bus last; an embedded
-bus that dies comes back on the same port; `start` returns only when the gateway says that it
-can serve (routes, a worker, blocks).
+bus that dies comes back on the same port; every service has a user of that bus for itself, whose
+password it finds in its environment; `start` returns only when the gateway says that it can serve
+(routes, a worker, blocks).
 
 Shell: processes, a temporary directory, loopback HTTP.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import shutil
 import sys
@@ -22,13 +24,22 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import services
-from services.runtime.nats_server import NatsServer, NatsServerError, require_server
+from services.contracts.permissions import User
+from services.contracts.subjects import Subjects
+from services.runtime.bus_access import BusAccess
+from services.runtime.nats_server import (
+    NatsServer,
+    NatsServerError,
+    require_server,
+    write_private,
+)
 from services.runtime.problem import Problem
 from services.runtime.restarts import RestartPolicy
 from services.runtime.settings import (
     ADMISSION_ID_VARIABLE,
     ENV_PREFIX,
     HTTP_PORT_VARIABLE,
+    NATS_URL_VARIABLE,
     Settings,
 )
 from services.runtime.supervisor import (
@@ -52,6 +63,15 @@ MODULES: Final = {
 }
 """Module of each service, in the order in which they stop."""
 
+USERS: Final = {
+    GATEWAY: User.GATEWAY,
+    "admission": User.ADMISSION,
+    "scheduler": User.SCHEDULER,
+    "worker": User.GPU_WORKER,
+    "kv_store": User.KV_STORE,
+}
+"""Who each of them is on the bus."""
+
 READYZ_TIMEOUT_S: Final = 60.0
 _READYZ_PERIOD_S: Final = 0.05
 _READYZ_REQUEST: Final = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -66,6 +86,9 @@ class Cluster:
         self._observer = observer
         self._temporary = "" if settings.run_dir else tempfile.mkdtemp(prefix="streetcar-")
         self._run_dir = Path(settings.run_dir or self._temporary)
+        self._access = BusAccess.draw(
+            Subjects(settings.subject_prefix), anonymous=_is_loopback(settings.nats_host)
+        )
         self._bus: NatsServer | None = None
         self._bus_task: asyncio.Task[None] | None = None
         self._bus_failure: asyncio.Future[ServiceFailure] | None = None
@@ -80,7 +103,13 @@ class Cluster:
 
     @property
     def nats_url(self) -> str:
+        """Where clients connect; on loopback they need no password."""
         return self._settings.nats_url or self._running_bus().url
+
+    @property
+    def observer_url(self) -> str:
+        """The bus with the right to hear heartbeats and steps: a secret."""
+        return self._url_of(User.OBSERVER)
 
     @property
     def http_url(self) -> str:
@@ -177,10 +206,19 @@ class Cluster:
         names = {name: [name] for name in MODULES}
         names[ADMISSION] = [_admission(n) for n in range(self._settings.num_admissions)]
         return [
-            ServiceSpec(name, (sys.executable, "-P", "-m", module))
+            ServiceSpec(
+                name,
+                (sys.executable, "-P", "-m", module),
+                {NATS_URL_VARIABLE: self._url_of(USERS[service])},
+            )
             for service, module in MODULES.items()
             for name in names[service]
         ]
+
+    def _url_of(self, user: User) -> str:
+        """The bus as `user`; on one that was running before, as the settings say."""
+        address = self.nats_url
+        return self._access.url(address, user) if self._settings.embedded_nats else address
 
     def _environment(self) -> dict[str, str]:
         """The children's environment: ours, with every setting spelled out."""
@@ -195,10 +233,16 @@ class Cluster:
 
     async def _start_bus(self) -> None:
         self._emit_bus("starting")
+        folder = self._run_dir / "bus"
         self._bus = NatsServer(
-            self._run_dir / "bus", host=self._settings.nats_host, port=self._settings.nats_port
+            folder,
+            host=self._settings.nats_host,
+            port=self._settings.nats_port,
+            access=self._access,
         )
         await self._bus.start()
+        for user in (User.OBSERVER, User.CLIENT):
+            write_private(folder / f"{user}.url", self._url_of(user) + "\n")
         self._emit_bus("ready", fields={"url": self._bus.url})
         self._bus_task = asyncio.create_task(self._keep_bus(self._bus), name="supervise nats")
 
@@ -261,6 +305,13 @@ class Cluster:
 def _admission(number: int) -> str:
     """Name of the admission process `number`; the first has the name of the service."""
     return f"{ADMISSION}-{number}" if number else ADMISSION
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _ask(host: str, port: int) -> tuple[int, str]:

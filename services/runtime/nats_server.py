@@ -2,7 +2,8 @@
 
 Invariants: the port is picked by the server itself (no race with another process); the server
 dies with the process that started it; monitoring, cluster, leaf, MQTT and websocket ports are
-closed. Limits are those of the wire: payloads of 8 MiB, dead peers noticed within six seconds.
+closed; its files are the owner's alone, and passwords come to it in its environment only. Limits
+are those of the wire: payloads of 8 MiB, dead peers noticed within six seconds.
 
 Shell: one child process, a few files in the run directory.
 """
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -20,13 +22,10 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import urlsplit
 
-from services.contracts.limits import MAX_PAYLOAD_BYTES
+from services.runtime.bus_access import BusAccess, limits
 from services.runtime.launch import launch_command
 from services.runtime.problem import Problem
 
-MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
-PING_INTERVAL_S: Final = 2
-MAX_PINGS_OUT: Final = 2
 LOG_BYTES: Final = 8 * 1024 * 1024
 READY_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 3.0
@@ -73,13 +72,18 @@ class NatsServer:
         port: int = 0,
         binary: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        access: BusAccess | None = None,
     ) -> None:
-        """`port` 0 lets the server pick a free one; a later start takes the same one again."""
+        """`port` 0 lets the server pick a free one; a later start takes the same one again.
+
+        access: users and what they may do; without it everybody may do everything.
+        """
         self._run_dir = run_dir
         self._host = host
         self._port = port
         self._binary = binary
         self._environment = environment
+        self._access = access
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -101,14 +105,14 @@ class NatsServer:
         for stale in self._run_dir.glob("*.ports"):
             stale.unlink(missing_ok=True)
         config = self._run_dir / "nats-server.conf"
-        config.write_text(self._config())
+        write_private(config, self._config())
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *launch_command([str(binary), "-c", str(config)]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                env=None if self._environment is None else dict(self._environment),
+                env=self._variables(),
                 start_new_session=True,
             )
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -154,6 +158,10 @@ class NatsServer:
     async def __aexit__(self, *_exc: object) -> None:
         await self.stop()
 
+    def _variables(self) -> dict[str, str]:
+        inherited = os.environ if self._environment is None else self._environment
+        return {**inherited, **(self._access.variables() if self._access else {})}
+
     def _config(self) -> str:
         return "\n".join(
             [
@@ -164,12 +172,7 @@ class NatsServer:
                 f"log_file: {json.dumps(str(self._log_path))}",
                 f"logfile_size_limit: {LOG_BYTES}",
                 "logfile_max_num: 2",
-                f"max_payload: {MAX_PAYLOAD_BYTES}",
-                f"max_pending: {MAX_PENDING_BYTES}",
-                f'ping_interval: "{PING_INTERVAL_S}s"',
-                f"ping_max: {MAX_PINGS_OUT}",
-                'write_deadline: "5s"',
-                "max_connections: 4096",
+                *(self._access.configuration() if self._access else limits()),
                 "",
             ]
         )
@@ -214,6 +217,14 @@ class NatsServer:
         lines = [line for line in text.splitlines() if line.startswith(f"[{self.pid}]")]
         serious = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
         return "\n".join(line[:_LOG_LINE_CHARS] for line in serious[-_LOG_TAIL_LINES:])
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone may read, whatever was there before."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
 
 
 async def require_server(urls: str) -> None:

@@ -23,6 +23,7 @@ from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.subjects import Subjects
 from services.runtime import failpoints
 from services.runtime.bus import Bus, NatsBus
+from services.runtime.bus_access import without_password
 from services.runtime.log import configure_logging, get_logger, report_fatal
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
@@ -97,7 +98,7 @@ async def _connect(settings: Settings, name: str) -> NatsBus:
             return bus
         except (nats.errors.Error, OSError) as error:
             if not said:
-                log.warning("bus_unreachable", url=url, reason=str(error))
+                log.warning("bus_unreachable", url=without_password(url), reason=str(error))
                 said = True
             await bus.close()
             await asyncio.sleep(CONNECT_RETRY_S)

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from services.contracts import limits
+from services.runtime.bus_access import without_password
 from services.runtime.problem import Problem
 
 ENV_PREFIX: Final = "STREETCAR_"
 CONFIG_VARIABLE: Final = "STREETCAR_CONFIG"
 HTTP_PORT_VARIABLE: Final = "STREETCAR_HTTP_PORT"
 ADMISSION_ID_VARIABLE: Final = "STREETCAR_ADMISSION_ID"
+NATS_URL_VARIABLE: Final = "STREETCAR_NATS_URL"
 CONFIG_FILE_NAME: Final = "streetcar.toml"
 MAX_CONFIG_BYTES: Final = 1 << 20
 
@@ -192,8 +194,8 @@ class Settings:
         return {_variable(knob.name): _to_text(getattr(self, knob.name)) for knob in knobs()}
 
     def to_dict(self) -> dict[str, Value]:
-        """Values by name, for `config show --json`."""
-        return {knob.name: getattr(self, knob.name) for knob in knobs()}
+        """Values by name, for `config show`: without the password that a bus URL may hold."""
+        return {knob.name: _shown(getattr(self, knob.name)) for knob in knobs()}
 
 
 def knobs() -> tuple[dataclasses.Field[Any], ...]:
@@ -327,7 +329,7 @@ def _value_type(knob: dataclasses.Field[Any]) -> type[str] | type[int] | type[fl
 def _check_bounds(knob: dataclasses.Field[Any], value: Value, origin: str) -> None:
     low, high = knob.metadata["low"], knob.metadata["high"]
     choices, pattern = knob.metadata["choices"], knob.metadata["pattern"]
-    where = f"{knob.name} = {value!r} (from {origin})"
+    where = f"{knob.name} = {_shown(value)!r} (from {origin})"
     if low is not None and not (math.isfinite(float(value)) and low <= float(value) <= high):
         raise SettingsError(f"{where} is outside [{low:,}, {high:,}]")
     if choices and value not in choices:
@@ -362,7 +364,7 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.nats_url and settings.nats_port:
         raise SettingsError(
-            f"nats_url = {settings.nats_url!r} joins a running bus, but nats_port = "
+            f"nats_url = {_shown(settings.nats_url)!r} joins a running bus, but nats_port = "
             f"{settings.nats_port} asks for an embedded one",
             "give one of --nats and --nats-port",
         )
@@ -372,6 +374,11 @@ def _check_together(settings: Settings) -> None:
             "fault_injection is off",
             "unset STREETCAR_FAILPOINTS, or set STREETCAR_FAULT_INJECTION=on in a drill",
         )
+
+
+def _shown(value: Value) -> Value:
+    """`value` without the name and password of a bus URL; other text has no `://` before an `@`."""
+    return without_password(value) if isinstance(value, str) and "://" in value else value
 
 
 def _variable(name: str) -> str:

@@ -45,10 +45,11 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A service to run: its name and its argv."""
+    """A service to run: its name, its argv, and what it alone has in its environment."""
 
     name: str
     command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Supervisor:
         run_dir: Path,
         observer: Observer,
     ) -> None:
-        """`environment` is the children's whole environment; `observer` must not raise."""
+        """`environment` is what all children have, before their own; `observer` must not raise."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._failure: asyncio.Future[ServiceFailure] = asyncio.get_running_loop().create_future()
         self._services = {
@@ -177,7 +178,7 @@ class _Service:
         self.ready = asyncio.Event()
         self.fields: Mapping[str, Any] = {}
         self._command = launch_command(spec.command)
-        self.environment = dict(environment)
+        self.environment = {**environment, **spec.environment}
         self._log = _BoundedLog(run_dir / f"{spec.name}.log")
         self._observer = observer
         self._on_failure = on_failure

@@ -48,6 +48,7 @@ def running(folder: Path, cache: Path, *arguments: str) -> Iterator[Mesh]:
     yield mesh
     assert mesh.interrupt() == 0, mesh.stderr
     assert "Traceback" not in mesh.logs() + mesh.stderr
+    assert mesh.violations() == []
 
 
 @pytest.fixture(scope="session")

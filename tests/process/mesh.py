@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import msgpack
-import nats
 from nats.aio.client import Client as Connection
 from nats.aio.msg import Msg
 
+from services.cli.bus import connect
 from services.client import Client
 from services.contracts.beats import Beat, EngineLoad, KvPoolLoad
 from services.contracts.codec import Decoder
+from services.contracts.permissions import SERVICES
 from services.runtime.settings import ENV_PREFIX
 
 ROOT: Final = Path(__file__).parents[2]
@@ -41,6 +42,8 @@ WAIT_S: Final = 30.0
 """For a condition that a healthy mesh reaches in a second, on a machine that is busy."""
 
 Frame = dict[str, Any]
+_observer_urls: Final[dict[str, str]] = {}
+"""By the address that a mesh prints: the bus with its observer's password."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -134,6 +137,9 @@ class Mesh:
         line = json.loads(self.process.stdout.readline())
         assert set(line) == {"nats_url", "http_url", "pids"}, f"{line}\n{self.stderr}"
         self.nats_url, self.http_url, self.pids = line["nats_url"], line["http_url"], line["pids"]
+        secret = self.folder / "run" / "bus" / "observer.url"
+        if secret.exists():
+            _observer_urls[self.nats_url] = secret.read_text().strip()
 
     @property
     def stderr(self) -> str:
@@ -142,6 +148,16 @@ class Mesh:
     def logs(self) -> str:
         """What all services wrote."""
         return "".join(path.read_text() for path in (self.folder / "run").glob("*.log"))
+
+    def violations(self) -> list[str]:
+        """What the bus has refused to a service; clients and tests may try what they like."""
+        log = (self.folder / "run" / "bus" / "nats-server.log").read_text()
+        users = tuple(f'user:{user}"' for user in SERVICES)
+        return [
+            line
+            for line in log.splitlines()
+            if "Violation" in line and any(user in line for user in users)
+        ]
 
     def child_pid(self, module: str) -> int:
         """The process of a service as it is now; `pids` names the first ones."""
@@ -174,6 +190,11 @@ class Mesh:
                 self.process.stdout.close()
         wait_until_gone(self.pids)
         return status
+
+
+def observer_url(nats_url: str) -> str:
+    """Where a test may listen: as the mesh's observer, or on a bus of the test's own."""
+    return _observer_urls.get(nats_url, nats_url)
 
 
 class Beats:
@@ -228,12 +249,9 @@ async def heartbeats(url: str) -> AsyncIterator[Beats]:
     async def hear(message: Msg) -> None:
         await beats.hear(decoder.decode(message.data))
 
-    connection = await nats.connect(url)
-    try:
-        await connection.subscribe("streetcar.v1.beat.>", cb=hear)
+    async with connect(observer_url(url)) as connection:
+        await connection.subscribe("streetcar.v1.beat.*.*", cb=hear)
         yield beats
-    finally:
-        await connection.close()
 
 
 @dataclass(slots=True)

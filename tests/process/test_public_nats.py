@@ -17,6 +17,7 @@ import pytest
 from nats.aio.client import Client as Connection
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from services.cli.bus import connect
 from services.client import Client, StreetcarClientError
 from tests.process.mesh import (
     GENERATE,
@@ -29,6 +30,7 @@ from tests.process.mesh import (
     greedy,
     heartbeats,
     is_quiet,
+    observer_url,
 )
 
 pytestmark = pytest.mark.nats
@@ -39,6 +41,13 @@ say so come every 250 ms.
 """
 
 BEAT_S = 0.5
+FORGED = (
+    *("streetcar.v1.engine.engine-0.result", "streetcar.v1.generate.smollm2-135m"),
+    *("$SRV.PING", "$SYS.REQ.SERVER.PING", "_INBOX", "_INBOXES.x", "_INBOX_admission.x.y"),
+    *("_INBOX_scheduler.x.y", "_INBOX_kv_store.x", "_INBOX_observer.x", "somewhere.else"),
+)
+"""Reply subjects that are no client's inbox."""
+
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -98,7 +107,7 @@ async def test_a_request_without_an_inbox_does_nothing(
 ) -> None:
     await connection.publish(GENERATE, b'{"prompt": "Hi", "max_tokens": 4000}')
     # Nor may an answer be written where the mesh itself listens.
-    for forged in ("streetcar.v1.engine.engine-0.result", "$SRV.PING"):
+    for forged in FORGED:
         await connection.publish(GENERATE, b'{"prompt": "Hi", "max_tokens": 4000}', reply=forged)
     await connection.flush()
     await stub_beats.until(is_quiet)
@@ -130,20 +139,17 @@ async def test_logprobs_and_retries_leave_the_mesh_alive(connection: Connection)
 
 
 @pytest.mark.parametrize("verb", ["PING", "INFO", "STATS"])
-async def test_every_service_answers_the_service_interface(
-    connection: Connection, verb: str
-) -> None:
+async def test_every_service_answers_the_service_interface(stub_mesh: Mesh, verb: str) -> None:
     names: dict[str, dict[str, Any]] = {}
-    subscription = await connection.subscribe(inbox := connection.new_inbox())
-    await connection.publish(f"$SRV.{verb}", b"", reply=inbox)
-    async with asyncio.timeout(10):
+    async with connect(observer_url(stub_mesh.nats_url)) as observer, asyncio.timeout(10):
+        subscription = await observer.subscribe(inbox := observer.new_inbox())
+        await observer.publish(f"$SRV.{verb}", b"", reply=inbox)
         async for message in subscription.messages:
             reply = json.loads(message.data)
             assert reply["type"] == f"io.nats.micro.v1.{verb.lower()}_response"
             names[reply["name"]] = reply
             if len(names) == 5:
                 break
-    await subscription.unsubscribe()
     assert sorted(names) == [
         *("streetcar-admission", "streetcar-gateway", "streetcar-gpu-worker"),
         *("streetcar-kv-store", "streetcar-scheduler"),

@@ -331,7 +331,12 @@ async def test_other_commands_find_the_cluster(stub_mesh: Mesh, cache: Path) -> 
 
     async def output(*arguments: str) -> list[str]:
         done = await asyncio.to_thread(
-            lambda: run(*arguments, cwd=stub_mesh.folder, STREETCAR_NATS_URL=stub_mesh.nats_url)
+            lambda: run(
+                *arguments,
+                cwd=stub_mesh.folder,
+                STREETCAR_NATS_URL=stub_mesh.nats_url,
+                STREETCAR_CACHE_DIR=str(cache),
+            )
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.contracts.limits import MAX_PAYLOAD_BYTES
-from services.runtime.cluster import MODULES
+from services.contracts.permissions import User
+from services.contracts.subjects import Subjects
+from services.runtime.bus_access import authorization, limits, password_variable
+from services.runtime.cluster import MODULES, USERS
 from services.runtime.nats_server import find_binary
 from services.runtime.settings import load
 
@@ -24,7 +26,8 @@ def _compose() -> dict[str, Any]:
 
 
 def _expand(value: str) -> str:
-    return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", value)
+    """As compose does it, with every password `pw`."""
+    return re.sub(r"\$\{[A-Z_]+(?:(?::-([^}]*))|(?::\?[^}]*)|)\}", lambda m: m[1] or "pw", value)
 
 
 def test_compose_runs_the_same_services_as_up() -> None:
@@ -38,7 +41,8 @@ def test_compose_runs_the_same_services_as_up() -> None:
 def test_environment_of_each_container_is_valid(name: str) -> None:
     environment = _compose()["services"][name]["environment"]
     settings = load(environ={key: _expand(value) for key, value in environment.items()})
-    assert settings.nats_url == "nats://nats:4222"
+    assert settings.nats_url == f"nats://{USERS[name]}:pw@nats:4222"
+    assert password_variable(USERS[name]) in environment["STREETCAR_NATS_URL"]
 
 
 @pytest.mark.parametrize("name", [*MODULES, "nats"])
@@ -62,11 +66,37 @@ def test_image_does_not_run_as_root_and_pins_its_base() -> None:
             assert re.match(r"FROM \S+:\d+\.\d+\.\d+", line)
 
 
+def test_bus_permissions_are_the_table() -> None:
+    """`streetcar config bus > deploy/nats/permissions.conf` after a change of the table."""
+    lines = (ROOT / "deploy/nats/permissions.conf").read_text().splitlines()
+    assert lines[1:] == [*limits(), *authorization(Subjects())]
+
+
+def test_bus_gets_a_password_for_every_user() -> None:
+    variables = {password_variable(user) for user in User}
+    given = _compose()["services"]["nats"]["environment"]
+    assert set(given) == variables
+    # Without one, compose says what to do instead of starting an open bus.
+    assert all(given[name] == f"${{{name}:?sh deploy/passwords > .env}}" for name in variables)
+    drawn = dict(line.split("=") for line in _passwords())
+    assert set(drawn) == variables
+    assert len(set(drawn.values())) == len(variables)
+    assert all(re.fullmatch("s[0-9a-f]{48}", password) for password in drawn.values())
+
+
+def _passwords() -> list[str]:
+    script = str(ROOT / "deploy/passwords")
+    return subprocess.run(
+        ["sh", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
 @pytest.mark.nats
 def test_server_accepts_the_bus_configuration() -> None:
     path = ROOT / "deploy/nats/nats-server.conf"
-    done = subprocess.run(
-        [str(find_binary()), "-t", "-c", str(path)], capture_output=True, text=True, check=False
-    )
+    command = [str(find_binary()), "-t", "-c", str(path)]
+    variables = dict(line.split("=") for line in _passwords())
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert done.returncode == 0, done.stderr
-    assert f"max_payload: {MAX_PAYLOAD_BYTES // 1024**2}MB" in path.read_text()
+    without = subprocess.run(command, capture_output=True, text=True, check=False, env={})
+    assert without.returncode != 0, "a bus without passwords"

@@ -144,6 +144,8 @@ def test_running_cluster_is_found_until_it_ends(tmp_path: Path) -> None:
     cluster = RunningCluster("nats://127.0.0.1:9", "http://127.0.0.1:8", "m", os.getpid())
     remember(settings, cluster)
     assert find_cluster(settings) == cluster
+    (file,) = (tmp_path / "running").iterdir()
+    assert file.stat().st_mode & 0o077 == 0, "it may hold the observer's password"
     forget(settings, os.getpid() + 1)
     assert find_cluster(settings) == cluster
     # Another that has died since, and would be the younger one.

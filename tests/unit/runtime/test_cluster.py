@@ -25,8 +25,11 @@ PLAIN = """
 import signal
 from services.runtime.log import report_ready
 from services.runtime.settings import for_service
-assert for_service().nats_url.startswith("nats://127.0.0.1:"), "no bus"
-report_ready()
+import sys
+url = for_service().nats_url
+assert "@127.0.0.1:" in url, "no bus, or nobody on it"
+assert url not in "".join(sys.orig_argv), "a password that anybody can see"
+report_ready(user=url.split(":")[1])
 signal.pause()
 """
 GATEWAY = """
@@ -88,6 +91,9 @@ async def test_cluster_starts_when_the_gateway_is_ready_and_stops_the_bus_last(
         pids = cluster.pids
         assert set(pids) == {"nats", *module.MODULES}
         assert cluster.http_url.startswith("http://127.0.0.1:")
+        users = {e.fields["user"] for e in events if e.kind == "ready" and "user" in e.fields}
+        assert users == {"//admission", "//scheduler", "//gpu_worker", "//kv_store"}
+        assert "@" not in cluster.nats_url
         await cluster.stop()
     stopped = [event.service for event in events if event.kind == "stopped"]
     assert stopped == [*module.MODULES, "nats"]
