@@ -16,7 +16,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from services.contracts.permissions import inbox_prefix
-from services.runtime.bus_access import user_of, without_password
+from services.runtime.bus_url import user_of, without_password
 from services.runtime.problem import Problem
 
 CONNECT_TIMEOUT_S: Final = 3.0

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from services.cli.output import print_json
 from services.cli.ps import listen
 from services.cli.running_file import find_cluster
-from services.runtime.bus_access import without_password
+from services.runtime.bus_url import without_password
 from services.runtime.problem import Problem
 from services.runtime.settings import load
 

@@ -12,7 +12,7 @@ import msgspec
 
 from services.cli.output import print_json
 from services.cli.requests import RequestOptions, cluster_of
-from services.runtime.bus_access import without_password
+from services.runtime.bus_url import without_password
 from services.runtime.problem import Problem
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from services.runtime.nats_server import write_private
+from services.runtime.private_file import write_private
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings
 

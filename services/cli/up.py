@@ -23,7 +23,7 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     """
     from services.cli.running import prepare, run_cluster
     from services.cli.running_file import RunningCluster, forget, remember
-    from services.runtime.bus_access import without_password
+    from services.runtime.bus_url import without_password
     from services.runtime.cluster import Cluster
 
     settings = prepare((options or ClusterOptions()).settings())

@@ -30,7 +30,7 @@ from services.gateway.mesh_view import MeshView
 from services.gateway.serving import Gateway
 from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
-from services.runtime.bus_access import user_of
+from services.runtime.bus_url import user_of
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service

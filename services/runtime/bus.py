@@ -24,7 +24,7 @@ from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from services.contracts.errors import StreetcarError
 from services.contracts.permissions import inbox_prefix
-from services.runtime.bus_access import user_of
+from services.runtime.bus_url import user_of
 from services.runtime.log import get_logger
 
 PENDING_MESSAGES: Final = 65_536

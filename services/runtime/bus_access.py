@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self
-from urllib.parse import urlsplit
 
 from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.contracts.permissions import User, grants
@@ -99,21 +98,6 @@ def authorization(subjects: Subjects) -> list[str]:
             "    }",
         ]
     return [*lines, "  ]", "}"]
-
-
-def user_of(url: str) -> str:
-    """The user's name in a bus URL, the first of several; "" where there is none."""
-    return urlsplit(url.split(",")[0]).username or ""
-
-
-def without_password(urls: str) -> str:
-    """Comma-separated bus URLs as they may be shown and logged."""
-    return ",".join(_bare(url) for url in urls.split(","))
-
-
-def _bare(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else rest or url
 
 
 def _rights(subjects: Iterable[str]) -> str:

@@ -31,8 +31,8 @@ from services.runtime.nats_server import (
     NatsServer,
     NatsServerError,
     require_server,
-    write_private,
 )
+from services.runtime.private_file import write_private
 from services.runtime.problem import Problem
 from services.runtime.restarts import RestartPolicy
 from services.runtime.settings import (

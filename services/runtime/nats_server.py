@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from services.runtime.bus_access import BusAccess, limits
 from services.runtime.launch import launch_command
+from services.runtime.private_file import write_private
 from services.runtime.problem import Problem
 
 LOG_BYTES: Final = 8 * 1024 * 1024
@@ -217,14 +218,6 @@ class NatsServer:
         lines = [line for line in text.splitlines() if line.startswith(f"[{self.pid}]")]
         serious = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
         return "\n".join(line[:_LOG_LINE_CHARS] for line in serious[-_LOG_TAIL_LINES:])
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone may read, whatever was there before."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
 
 
 async def require_server(urls: str) -> None:

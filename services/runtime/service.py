@@ -23,7 +23,7 @@ from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.subjects import Subjects
 from services.runtime import failpoints
 from services.runtime.bus import Bus, NatsBus
-from services.runtime.bus_access import without_password
+from services.runtime.bus_url import without_password
 from services.runtime.log import configure_logging, get_logger, report_fatal
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from services.contracts import limits
-from services.runtime.bus_access import without_password
+from services.runtime.bus_url import without_password
 from services.runtime.problem import Problem
 
 ENV_PREFIX: Final = "STREETCAR_"
