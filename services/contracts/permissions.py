@@ -84,11 +84,11 @@ def families(subjects: Subjects) -> tuple[Family, ...]:
     return (
         Family(subjects.any_generate, CLIENTS, admission),
         Family(subjects.any_cancel, CLIENTS, admission),
-        Family(f"{prefix}.resume.*", CLIENTS, admission),
+        Family(subjects.any_resume, CLIENTS, admission),
         Family(_every(subjects.submit), admission, scheduler),
         Family(_every(subjects.abort), admission, scheduler),
         Family(_every(subjects.updates), scheduler, admission),
-        Family(f"{prefix}.admission.adopt", scheduler, admission),
+        Family(subjects.adopt, scheduler, admission),
         Family(_every(subjects.plan), scheduler, worker),
         Family(_every(subjects.attach), scheduler, worker),
         Family(_every(subjects.poll), scheduler, worker),

@@ -65,7 +65,7 @@ MODULES: Final = {
 
 USERS: Final = {
     GATEWAY: User.GATEWAY,
-    "admission": User.ADMISSION,
+    ADMISSION: User.ADMISSION,
     "scheduler": User.SCHEDULER,
     "worker": User.GPU_WORKER,
     "kv_store": User.KV_STORE,
