@@ -102,7 +102,7 @@ async def test_cluster_starts_when_the_gateway_is_ready_and_stops_the_bus_last(
             os.kill(pid, 0)
 
 
-NAMED_PLAIN = PLAIN.replace("report_ready()", "report_ready(id=for_service().admission_id)")
+NAMED_PLAIN = PLAIN.replace("report_ready(", "report_ready(id=for_service().admission_id, ")
 
 
 async def test_admissions_are_processes_with_ids_of_their_own(
