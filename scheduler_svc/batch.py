@@ -2,7 +2,8 @@
 
 Invariants: at most two steps in flight; a lane's blocks go back only after every step in flight
 that names them has ended; a running sequence is preempted only when the ledger has no block left,
-or is silent for two steps, and nothing idle is pinned (DESIGN section 6).
+or is silent for two steps, and nothing idle is pinned (DESIGN section 6); while a suspect runs
+alone, steps go one by one, its own and the others' in turns.
 
 Pure.
 """
@@ -21,6 +22,7 @@ from .policies.queueing import next_in_line
 from .reclaim import Reclaim
 from .results import Ended, apply_result
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .suspects import InFlight
 from .times import NEVER_NS
 from .updates import UpdateLog
 from .waiting import WaitingQueue
@@ -56,6 +58,8 @@ class Batch:
         self._stalled = False
         self._deferred: set[int] = set()
         self._tried_ns = -1
+        self._alone_next = True
+        self._closed = False
 
     # ---- time
 
@@ -67,7 +71,7 @@ class Batch:
         if self.lease.open_lease is not None:
             times.append(self.lease.open_lease.give_up_ns)
         if not self._stalled:
-            times.append(self.pipeline.may_publish_at_ns())
+            times.append(self._may_publish_at_ns())
         elif self._tried_ns < self.planner.group_due_ns():
             times.append(self.planner.group_due_ns())
         return min(times, default=NEVER_NS)
@@ -75,6 +79,15 @@ class Batch:
     def stir(self) -> None:
         """Something happened: a step that had nothing to run may have now."""
         self._stalled = False
+
+    def close(self) -> None:
+        """Plan nothing more; what is in flight is still to come."""
+        self._closed = True
+
+    def _may_publish_at_ns(self) -> int:
+        # Two steps in flight would leave it open which of them a worker died of.
+        waits = self._closed or (self.experience.suspects and self.pipeline.steps)
+        return NEVER_NS if waits else self.pipeline.may_publish_at_ns()
 
     # ---- sequences leave
 
@@ -110,9 +123,9 @@ class Batch:
         """The plans to publish now: none, one, or two where nothing is in flight yet."""
         plans: list[StepPlan] = []
         self._tried_ns = now_ns
-        while not self._stalled and now_ns >= self.pipeline.may_publish_at_ns():
+        while not self._stalled and now_ns >= self._may_publish_at_ns():
             self._vacate_full()
-            step = self.planner.fill(self.pipeline.next_step_id, updates.index, now_ns)
+            step = self._fill(updates.index, now_ns)
             for seq in step.started:
                 updates.add_started(seq)
             if len(step.lanes):
@@ -124,11 +137,58 @@ class Batch:
                 self._stalled = True
         return plans
 
+    def _fill(self, admission_index: dict[str, int], now_ns: int) -> Step:
+        """Suspects and the others take turns; where one side can compute nothing, the other may."""
+        planner, suspects = self.planner, self.experience.suspects
+        step_id = self.pipeline.next_step_id
+        if not suspects:
+            return planner.fill(step_id, admission_index, now_ns)
+        turn_of_others = not self._alone_next
+        self._alone_next = True
+        if turn_of_others:
+            step = planner.fill(step_id, admission_index, now_ns)
+            if len(step.lanes):
+                return step
+        starved, shortage = False, 0
+        for seq in suspects.alone:
+            if self.waiting.is_passed_over(seq) or seq.num_in_flight:
+                continue
+            step = planner.fill_alone(step_id, seq, admission_index)
+            if len(step.lanes):
+                suspects.had_step(seq)
+                self._alone_next = False
+                return step
+            starved, shortage = starved or planner.starved, shortage + self.lease.shortage
+        step = planner.fill(step_id, admission_index, now_ns)
+        planner.starved = planner.starved or starved
+        self.lease.shortage += shortage
+        return step
+
     def take_result(self, result: StepResult, now_ns: int, updates: UpdateLog) -> list[Ended]:
         """The oldest step's result -> sequences that it ends, which the caller finishes."""
         step = self.pipeline.finish(result.elapsed_us, result.waited_us, now_ns)
         self.lease.step_ended(step.step_id)
-        return apply_result(step, result, self.lanes, self.lease, updates)
+        ended = apply_result(step, result, self.lanes, self.lease, updates)
+        for seq in self.experience.suspects.watched:
+            self.experience.suspects.passed(seq, self._num_computed(seq))
+        return ended
+
+    def in_flight(self) -> list[InFlight]:
+        """Who is named by a step under way, and which of its tokens they compute."""
+        named: dict[int, InFlight] = {}
+        for step in self.pipeline.steps:
+            for lane, count in zip(step.lanes.tolist(), step.counts.tolist(), strict=True):
+                seq = step.departed.get(lane) or self.lanes.occupant(lane)
+                first = self._num_computed(seq)
+                last = named[seq.uid].last if seq.uid in named else first
+                named[seq.uid] = InFlight(seq, first, last + count)
+        return list(named.values())
+
+    def _num_computed(self, seq: Sequence) -> int:
+        """Tokens of `seq` whose step's result has arrived."""
+        if seq.lane == NO_LANE:
+            return seq.num_computed_tokens
+        return int(self.lanes.accepted_computed[seq.lane])
 
     def departed_blocks_back(self, step: Step) -> None:
         """After a step and the endings it brought: those that had left their lane may return."""

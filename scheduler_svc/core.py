@@ -41,6 +41,7 @@ from .policies import Policies
 from .policies.token_budget import default_budget
 from .roster import Roster
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .suspects import POISONED
 from .times import NEVER_NS
 from .totals import Totals
 from .updates import UpdateLog
@@ -95,6 +96,7 @@ class SchedulerCore:
         self._offer_at_ns = 0
         self._offered_uid = 0
         self._effects: list[Effect] = []
+        self._now_ns = 0
 
     # ---- entry
 
@@ -103,6 +105,7 @@ class SchedulerCore:
         stop.
         """
         self.batch.stir()
+        self._now_ns = now_ns
         self.roster.see_time(now_ns)
         self._dispatch(event, now_ns)
         return self._settle(now_ns)
@@ -143,16 +146,17 @@ class SchedulerCore:
             case LeaseReply():
                 self._on_lease(event)
             case Attached():
-                self._on_attached(event)
+                self._on_attached(event, now_ns)
             case PollReply():
                 self._on_poll(event, now_ns)
             case WorkerSilent():
                 if self.link.on_silence(gone=event.gone, now_ns=now_ns):
-                    self._detach()
+                    self._lose_worker()
             case Beat():
                 self._on_beat(event, now_ns)
             case DrainAsked():
                 self.draining = True
+                self.batch.close()
 
     def _settle(self, now_ns: int) -> list[Effect]:
         """After every event: plan if it is time, then say what changed, in the order of need."""
@@ -160,7 +164,8 @@ class SchedulerCore:
             lease = self.batch.lease
             if lease.snapshot_due and not lease.copies.are_in_flight:
                 self._send_snapshot()
-            self._ask_lookups(now_ns)
+            if not self.draining:
+                self._ask_lookups(now_ns)
             self.batch.planner.votes = self.ballots.votes(now_ns)
             self._effects.extend(self.batch.plans_due(now_ns, self.updates))
             lease.shed()
@@ -169,7 +174,7 @@ class SchedulerCore:
                 self._effects.append(delta)
             # After the delta, which may bring back what the request would lack.
             ask = lease.ask_lease(now_ns, self.batch.pipeline.next_step_id)
-            if ask is not None:
+            if ask is not None and not self.draining:
                 self._effects.append(ask)
         self._effects.extend(self.updates.flush(self.link.generation, self.link.epoch))
         effects, self._effects = self._effects, []
@@ -199,10 +204,10 @@ class SchedulerCore:
         self._effects.append(Reply(reply, answer))
 
     def _refusal(self, message: SubmitSequence) -> Refusal | None:
+        if self.draining:
+            return Refusal(ErrorCode.DRAINING, "the engine's scheduler is being stopped")
         if not self.link.is_ready:
             return Refusal(ErrorCode.NO_WORKER, "the engine has no worker at this moment")
-        if self.draining:
-            return Refusal(ErrorCode.DRAINING, "the engine is being stopped")
         lease = self.batch.lease
         limits = EngineLimits(
             self.max_model_len, lease.block_size, lease.num_usable, self.config.max_waiting_seqs
@@ -291,6 +296,7 @@ class SchedulerCore:
             self._drop_lookup(seq)
             self.waiting.remove(seq)
         seq.move(SequenceStatus.FINISHED)
+        self.experience.suspects.forget(seq)
         self.experience.counters.add(seq.salt, seq.num_output_tokens)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.experience.outputs.observe(seq.num_output_tokens)
@@ -303,6 +309,7 @@ class SchedulerCore:
     def _on_result(self, result: StepResult, now_ns: int) -> None:
         if not self.link.owns(result.generation, result.epoch):
             return
+        self.link.hear(now_ns)
         pipeline = self.batch.pipeline
         if not pipeline.steps or result.step_id < pipeline.steps[0].step_id:
             return
@@ -413,10 +420,11 @@ class SchedulerCore:
 
     # ---- the worker
 
-    def _on_attached(self, attached: Attached) -> None:
+    def _on_attached(self, attached: Attached, now_ns: int) -> None:
         """A new epoch, with empty lanes and an empty lease; everything known waits."""
         if not self.link.on_attached(attached):
             return
+        self.link.hear(now_ns)
         config = self.config
         longest = attached.max_model_len
         self.max_model_len = min(config.max_model_len or longest, longest)
@@ -446,6 +454,14 @@ class SchedulerCore:
             "max_model_len": self.max_model_len,
         }
         self._effects.append(Note("attached", note))
+        for seq in self.experience.suspects.attached(attached.generation):
+            self._effects.append(Note("poisoned", {"seq_id": seq.seq_id, "token": seq.died_from}))
+            self._finish(seq, FinishReason.ERROR, ErrorCode.POISONED, POISONED)
+
+    def _lose_worker(self) -> None:
+        """It is gone without having said that it leaves: whoever it computed may be the reason."""
+        self.experience.suspects.worker_lost(self.link.generation, self.batch.in_flight())
+        self._detach()
 
     def _detach(self) -> None:
         """Everything that ran waits again: its KV belongs to an epoch or a worker that is gone."""
@@ -488,9 +504,10 @@ class SchedulerCore:
     def _on_poll(self, reply: PollReply, now_ns: int) -> None:
         if not self.link.is_ready:
             return
+        self.link.hear(now_ns)
         if reply.generation != self.link.generation:
             self.link.see_epoch(reply.epoch)
-            self._detach()
+            self._lose_worker()
         elif self.link.owns(reply.generation, reply.epoch):
             if reply.state is PollState.RESULT and reply.result is not None:
                 self._on_result(reply.result, now_ns)
@@ -503,9 +520,7 @@ class SchedulerCore:
         self.owners.hear(beat, now_ns)
         self._find_owners(now_ns)
         if beat.kind is ServiceKind.GPU_WORKER:
-            self.link.see_epoch(beat.epoch)
-            if self.link.is_ready and beat.generation != self.link.generation:
-                self._detach()
+            self._on_worker_beat(beat, now_ns)
         elif beat.kind is ServiceKind.SCHEDULER:
             self.ballots.hear(beat, now_ns)
         elif beat.kind is ServiceKind.KV_STORE and self.link.is_ready:
@@ -515,11 +530,30 @@ class SchedulerCore:
                     if pool.need_snapshot and self.link.is_ready:
                         self.batch.lease.snapshot_due = True
 
+    def _on_worker_beat(self, beat: Beat, now_ns: int) -> None:
+        self.link.see_epoch(beat.epoch)
+        self.link.on_beat(beat.generation, now_ns)
+        if not self.link.is_ready:
+            return
+        if beat.generation != self.link.generation:
+            self._lose_worker()
+        elif beat.leaving:
+            self._detach()
+
     # ---- what others may ask
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing is planned any more, and nothing is in flight."""
+        return self.draining and not (self.link.is_ready and self.batch.pipeline.steps)
 
     @property
     def _num_preemptions(self) -> int:
         return self.totals.num_preemptions + self.batch.num_preempted
+
+    @property
+    def _is_serving(self) -> bool:
+        return self.link.is_ready and not self.draining and not self.link.is_suspect(self._now_ns)
 
     def beat(self) -> Beat:
         """This scheduler's heartbeat."""
@@ -527,7 +561,7 @@ class SchedulerCore:
         load = EngineLoad(
             model=self.config.model,
             # Without its ledger it carries on from its lease, while there is one.
-            ready=self.link.is_ready and (lease.bound or bool(lease.spare)),
+            ready=self._is_serving and (lease.bound or bool(lease.spare)),
             max_model_len=self.max_model_len,
             num_running=self.batch.lanes.num_active,
             num_waiting=len(self.waiting),

@@ -58,7 +58,7 @@ class WorkerSilent:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """Take no new sequences; those here run to their end."""
+    """Stop: take no new sequences and plan no more steps; what is in flight is still taken."""
 
 
 Event: TypeAlias = (

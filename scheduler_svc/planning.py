@@ -24,10 +24,11 @@ from .policies.batching import Door, group_due_ns, may_join
 from .policies.fit import peak_tokens, watermark_blocks
 from .policies.margin import OutputLengths
 from .policies.queueing import TokenCounters, may_pass, next_in_line
-from .policies.step_kind import DECODE, MIXED, Ballot, Kind, choose_kind, wants_prefill
+from .policies.step_kind import DECODE, MIXED, PREFILL, Ballot, Kind, choose_kind, wants_prefill
 from .policies.token_budget import adaptive_budget, step_target_ms
 from .sequence import NO_LANE, Sequence, SequenceStatus
 from .step_time import StepTimeModel
+from .suspects import Suspects
 from .times import NEVER_NS
 from .waiting import WaitingQueue
 
@@ -43,11 +44,14 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class Experience:
-    """What policies learn, whatever epoch it was: output lengths, step times, tokens by tenant."""
+    """What is learned, whatever epoch it was: output lengths, step times, tokens by tenant, and who
+    was there when a worker died.
+    """
 
     outputs: OutputLengths = field(default_factory=OutputLengths)
     times: StepTimeModel = field(default_factory=StepTimeModel)
     counters: TokenCounters = field(default_factory=TokenCounters)
+    suspects: Suspects = field(default_factory=Suspects)
 
 
 @dataclass(slots=True)
@@ -114,11 +118,10 @@ class Planner:
         self._started: list[Sequence] = []
 
     def fill(self, step_id: int, admission_index: dict[str, int], now_ns: int) -> Step:
-        """Advance the planned columns by one step -> the step, which may compute nothing."""
-        self._held, self._appended, self._joins, self._chunks = [], [], [], []
-        self._started = []
-        self.lease.shortage = 0
-        self.starved = False
+        """Advance the planned columns by one step -> the step, which may compute nothing. Those
+        that run alone stand still in it.
+        """
+        self._clear()
         kind = self._kind()
         decodes = self._decoding_lanes() if kind.decode else np.zeros(0, dtype=np.int32)
         if kind.prefill:
@@ -133,6 +136,25 @@ class Planner:
             kind, decodes = DECODE, self._decoding_lanes()
         self._count(kind)
         return self._advance(step_id, decodes, kind)
+
+    def fill_alone(self, step_id: int, seq: Sequence, admission_index: dict[str, int]) -> Step:
+        """A step of `seq` and of nobody else; it computes nothing where `seq` finds no room."""
+        self._clear()
+        budget = self.shape.max_num_batched_tokens
+        if seq.lane != NO_LANE:
+            chunk = self._chunk(seq, budget)
+            if chunk:
+                self._chunks.append((seq.lane, chunk))
+        elif self.lanes.num_free and self._fits(seq) and self._has_first_slot(seq):
+            self.waiting.remove(seq)
+            self._join(seq, budget, admission_index[seq.admission_id])
+        return self._advance(step_id, np.zeros(0, dtype=np.int32), PREFILL)
+
+    def _clear(self) -> None:
+        self._held, self._appended, self._joins, self._chunks = [], [], [], []
+        self._started = []
+        self.lease.shortage = 0
+        self.starved = False
 
     def _count(self, kind: Kind) -> None:
         """Steps in a row: of decodes since the last prefill, and of prefills."""
@@ -179,9 +201,15 @@ class Planner:
     # ---- 1. decodes
 
     def _decoding_lanes(self) -> Int32Array:
-        """Lanes one token behind that have a slot for it; the others of them are held."""
+        """Lanes one token behind that have a slot for it; the others of them are held, and so are
+        those that run alone.
+        """
         lanes = self.lanes
         decoding = lanes.active & (lanes.tokens - lanes.computed == 1)
+        if self.experience.suspects:
+            alone = [seq.lane for seq in self.experience.suspects.alone if seq.lane != NO_LANE]
+            decoding[alone] = False
+            self._held.extend(alone)
         full = lanes.computed == lanes.capacity
         lacking = (decoding & full).nonzero()[0].astype(np.int32)
         if len(lacking):
@@ -215,7 +243,9 @@ class Planner:
             for seq in self.catching_up
             if seq.lane != NO_LANE and lanes.tokens[seq.lane] - lanes.computed[seq.lane] > 1
         ]
-        return self.catching_up
+        if not self.experience.suspects:
+            return self.catching_up
+        return [seq for seq in self.catching_up if not seq.runs_alone]
 
     def _continue_chunks(self, budget: int) -> int:
         """Give each its chunk -> tokens given."""
@@ -268,8 +298,8 @@ class Planner:
             join_bytes += 4 * seq.num_tokens
             if self._joins and join_bytes > self.shape.max_join_bytes:
                 break
-            if not self._fits(seq) or not self._has_first_slot(seq):
-                if not may_pass(queue, seq):
+            if seq.runs_alone or not self._fits(seq) or not self._has_first_slot(seq):
+                if not may_pass("fit" if seq.runs_alone else queue, seq):
                     break
                 passed.append(seq)
                 continue

@@ -61,6 +61,9 @@ class Sequence:
     looked_up: the ledger was asked for its prefix since it last began to wait.
     num_cached_tokens: of its first prefix hit, -1 before its first join.
     num_passed: how many went before it because it did not fit.
+    num_deaths: of workers while they computed tokens died_from .. died_before - 1 of it, since it
+    last got past them; runs_alone: nobody else may be computed in its steps; num_trials: how often
+    that began (`suspects.py`).
     logprobs, prompt_logprobs: kept by (offset or first position) for as long as they may be asked
     for again.
     """
@@ -92,6 +95,11 @@ class Sequence:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     num_passed: int = 0
+    num_deaths: int = 0
+    died_from: int = 0
+    died_before: int = 0
+    runs_alone: bool = False
+    num_trials: int = 0
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 

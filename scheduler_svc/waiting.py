@@ -43,5 +43,8 @@ class WaitingQueue:
     def end_lookup(self, seq: Sequence) -> None:
         self._looking_up.discard(seq.uid)
 
+    def is_passed_over(self, seq: Sequence) -> bool:
+        return seq.uid in self._looking_up
+
     def head(self, count: int) -> list[Sequence]:
         return self._queue[:count]

@@ -13,11 +13,13 @@ from enum import StrEnum
 from typing import Final
 
 from services.contracts.errors import InvariantError
+from services.contracts.limits import BEAT_PERIOD_MS, SUSPECT_AFTER_BEATS
 from services.contracts.step import Attach, Attached
 
 from .times import NEVER_NS
 
 ATTACH_RETRY_NS: Final = 250_000_000
+SUSPECT_AFTER_NS: Final = SUSPECT_AFTER_BEATS * BEAT_PERIOD_MS * 1_000_000
 
 
 class Superseded(InvariantError):
@@ -44,6 +46,9 @@ class WorkerLink:
         self._attempt = 1
         self._attach_at_ns = 0
         self._asking = False
+        self._asked_generation = 0
+        self._heard_generation = 0
+        self._heard_ns = 0
 
     @property
     def is_ready(self) -> bool:
@@ -58,6 +63,7 @@ class WorkerLink:
         if now_ns < self.wake_at_ns:
             return None
         self._asking = True
+        self._asked_generation = self._heard_generation
         return Attach(
             scheduler_id=self._scheduler_id,
             attempt=self._attempt_id,
@@ -82,6 +88,21 @@ class WorkerLink:
         self._asking = False
         self._attach_at_ns = now_ns + ATTACH_RETRY_NS
         return False
+
+    def hear(self, now_ns: int) -> None:
+        """A sign of life of the worker."""
+        self._heard_ns = now_ns
+
+    def is_suspect(self, now_ns: int) -> bool:
+        """It has missed its beats: it may hang, or be dead with nothing in flight to show it."""
+        return now_ns - self._heard_ns > SUSPECT_AFTER_NS
+
+    def on_beat(self, generation: int, now_ns: int) -> None:
+        """A worker that comes while another's answer is awaited will not give that answer."""
+        self.hear(now_ns)
+        if self._asking and generation != self._asked_generation:
+            self._asking, self._attach_at_ns = False, now_ns
+        self._heard_generation = generation
 
     def see_epoch(self, epoch: int) -> None:
         self.epoch_seen = max(self.epoch_seen, epoch)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
-from gpu_worker.executor import EngineShape, Executor
+from gpu_worker.executor import EngineShape, Executor, Model
+from gpu_worker.poison import PoisonedModel, WorkerDied
 from gpu_worker.shadow import ShadowModel
 from kv_store.core import Asked, KvCore
 from kv_store.core import Reply as KvReply
@@ -71,6 +72,10 @@ _lookup_reply = codec.Decoder(LookupReply)
 _lease_reply = codec.Decoder(LeaseReply)
 _delta: codec.Decoder[KvDelta | KvSnapshot] = codec.Decoder(KvDelta, KvSnapshot)
 beat_decoder = codec.Decoder(Beat)
+
+
+def _die() -> NoReturn:
+    raise WorkerDied
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +205,14 @@ class WorkerNode(Node):
     def _start(self) -> Executor:
         o = self.options
         self.generation += 1
-        model = ShadowModel(
+        model: Model = ShadowModel(
             num_blocks=o.num_blocks,
             block_size=o.block_size,
             vocab_size=VOCAB_SIZE,
             host_blocks=o.host_blocks,
         )
+        if o.poison:
+            model = PoisonedModel(model, o.poison, _die)
         shape = EngineShape(
             max_num_seqs=o.max_num_seqs,
             max_model_len=o.max_model_len,
@@ -251,7 +258,11 @@ class WorkerNode(Node):
         queued_ns, plan = self.queue.popleft()
         self.running = True
         executor = self.executor
-        result = executor.run(plan)
+        try:
+            result = executor.run(plan)
+        except WorkerDied:
+            self.restart()
+            return
         num_tokens = self.world.tokens_of(plan)
         elapsed = self.options.step_base_ns + num_tokens * self.options.step_token_ns
         waited = self.clock.now_ns - queued_ns

@@ -17,7 +17,8 @@ from scheduler_svc.policies import Batching, Margin, Policies, Queue, StepKind
 class Options:
     """Sizes in tokens and blocks, durations in ns, probabilities per message or request.
 
-    num_prompts: how many different ones there are, 0: as many as requests.
+    num_prompts: how many different ones there are, 0: as many as requests. poison: tokens that,
+    computed in one step, kill the worker.
     """
 
     num_requests: int
@@ -46,6 +47,7 @@ class Options:
     tenant_share: float
     scheduler_restart: float
     num_prompts: int
+    poison: tuple[int, ...] = ()
 
 
 def draw(rng: random.Random) -> Options:

@@ -42,6 +42,7 @@ from .options import Options, draw
 
 MAX_EVENTS = 400_000
 QUIET_NS = 3_000_000_000
+MARKERS = 8
 
 
 class SimulationError(AssertionError):
@@ -49,9 +50,11 @@ class SimulationError(AssertionError):
 
 
 class ShadowVocabulary:
-    """Token 7 reads as "7 "."""
+    """Token 7 reads as "7 ". Some ids more than the model can give: prompts may be marked with
+    them.
+    """
 
-    token_bytes = tuple(f"{token_id} ".encode() for token_id in range(VOCAB_SIZE))
+    token_bytes = tuple(f"{token_id} ".encode() for token_id in range(VOCAB_SIZE + MARKERS))
 
     def token_text(self, token_id: int) -> str:
         return f"{token_id} "
@@ -129,7 +132,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.options = draw(self.rng)
+        self.options = self._draw()
         o = self.options
         self.clock = Clock()
         network = NetworkOptions(o.mean_delay_ns, o.drop, o.duplicate)
@@ -188,13 +191,17 @@ class World:
         return int(unpack(plan.chunk_tokens).sum()) + 1
 
     def step_done(self) -> None:
-        if self._restarts < 5 and self.rng.random() < self.options.reattach:
+        # A third one in the same few tokens of a request would be its fault.
+        if self._restarts < 2 and self.rng.random() < self.options.reattach:
             self._restarts += 1
             self.worker.restart()
         if self.scheduler.incarnation < 4 and self.rng.random() < self.options.scheduler_restart:
             self.scheduler.restart()
 
     # ---- the workload
+
+    def _draw(self) -> Options:
+        return draw(self.rng)
 
     def _arrivals(self) -> None:
         o, rng = self.options, self.rng

@@ -21,6 +21,8 @@ SEEDS = range(1, 17)
 KINDS = ("scheduler", "kv_store", "worker", "admission")
 SECOND_NS = 1_000_000_000
 MAX_KILLS = 3
+# A third death in the same few tokens is a poison's.
+MAX_WORKER_KILLS = 2
 
 
 class MortalWorld(World):
@@ -40,8 +42,11 @@ class MortalWorld(World):
     def step_done(self) -> None:
         super().step_done()
         if self.kills < MAX_KILLS and self.rng.random() < 0.1:
+            kind = self.rng.choice(self.kinds)
+            if kind == "worker" and self.worker.generation > MAX_WORKER_KILLS:
+                return
             self.kills += 1
-            self._kill(self.rng.choice(self.kinds))
+            self._kill(kind)
 
     def _kill(self, kind: str) -> None:
         if kind == "scheduler":

@@ -9,7 +9,7 @@ import pytest
 import scheduler_svc.roster
 from scheduler_svc.events import DrainAsked, Reply
 from services.contracts.errors import ErrorCode
-from services.contracts.kv import KvStatus, LeaseReply, LeaseRequest, LookupRequest
+from services.contracts.kv import KvDelta, KvStatus, LeaseReply, LeaseRequest, LookupRequest
 from services.contracts.limits import FINISHED_LOG_SECONDS
 from services.contracts.public import FinishReason
 from services.contracts.sequences import AbortReply
@@ -60,14 +60,23 @@ def test_without_a_worker_there_is_no_work() -> None:
     assert rig.submit("s1", [1], 5).code is ErrorCode.NO_WORKER
 
 
-def test_a_draining_engine_refuses_new_ones_and_ends_what_it_has() -> None:
-    rig = Rig()
-    rig.submit("s1", [1], 5)
+def test_a_draining_engine_takes_what_is_in_flight_and_plans_nothing_more() -> None:
+    rig = Rig(block_size=2)
+    rig.submit("s1", [1], 9)
+    rig.step()
+    rig.step()
+    in_flight = len(rig.queue)
     rig.handle(DrainAsked())
     assert rig.submit("s2", [1], 5).code is ErrorCode.DRAINING
-    assert rig.submit("s1", [1], 5).code is None
-    rig.drain()
-    assert rig.tokens(1) == answer([1], 5)
+    assert rig.submit("s1", [1], 9).code is None
+    assert not rig.core.is_drained
+    assert not rig.core.beat().engine.ready
+    assert rig.drain() == in_flight
+    assert rig.core.is_drained
+    assert rig.tokens(1) == answer([1], 9)[: 2 + in_flight]
+    committed = [len(lanes_of(d.commits.block_ids)) for d in rig.all(KvDelta) if d.commits]
+    assert sum(committed) == (2 + in_flight) // 2, "every full block is the successor's"
+    assert rig.tick(10**9) == []
 
 
 # ---- repeats
