@@ -64,7 +64,7 @@ def totals() -> Counter[str]:
         ("worker replaced", 10),
         ("scheduler replaced", 20),
         ("copied out", 500),
-        ("copied in", 100),
+        ("copied in", 60),
         ("snapshot after a gap", 10),
         ("poll sent", 200),
         ("poll says result", 5),
