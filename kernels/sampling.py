@@ -33,8 +33,9 @@ def sample_tokens(
     uniforms:    (rows) float32 in (0, 1), one number for each row
     returns:     (rows) int64
 
-    Draws by inverse CDF: tokens in descending order of probability (in order of id where neither
-    top-k nor top-p is on), the first whose cumulative mass passes u * (mass kept).
+    Top-k keeps the likeliest k, top-p the fewest of those with that share of their mass; the draw
+    is the inverse CDF over the kept tokens in order of id, the first whose cumulative mass passes
+    u * (mass kept). The order of id needs no sorted row, on any device.
     """
     tokens = logits.argmax(dim=-1)
     vocab_size = logits.shape[1]
@@ -44,8 +45,7 @@ def sample_tokens(
     plain = torch.nonzero(random_rows & ~filtered).squeeze(1)
     if plain.numel() > 0:
         probabilities = _probabilities(logits[plain], temperature[plain])
-        kept = probabilities.new_full((plain.shape[0],), vocab_size, dtype=torch.long)
-        tokens[plain] = _invert(probabilities, kept, uniforms[plain])
+        tokens[plain] = _invert(probabilities, uniforms[plain])
     chosen = torch.nonzero(filtered).squeeze(1)
     if chosen.numel() > 0:
         limits = torch.where(unlimited, vocab_size, top_k)[chosen].long()
@@ -64,31 +64,30 @@ def _sample_filtered(
 ) -> torch.Tensor:
     """Rows with top-k or top-p on; limits (rows) int64 is top-k made explicit."""
     probabilities = _probabilities(logits, temperature)
-    num_candidates = min(NUM_CANDIDATES, logits.shape[1])
-    ids = _largest(logits, num_candidates)
-    tokens, complete = _sample_ordered(probabilities, ids, limits, top_p, uniforms)
+    keys = _order_keys(logits)
+    last, complete = _last_kept(probabilities, keys, limits, top_p, NUM_CANDIDATES)
     rest = torch.nonzero(~complete).squeeze(1)
     if rest.numel() > 0:
-        ids = _largest(logits[rest], logits.shape[1])
-        part = (probabilities[rest], ids, limits[rest], top_p[rest], uniforms[rest])
-        tokens[rest] = _sample_ordered(*part)[0]
-    return tokens
+        part = (probabilities[rest], keys[rest], limits[rest], top_p[rest])
+        last[rest] = _last_kept(*part, logits.shape[1])[0]
+    return _invert(torch.where(keys >= last.unsqueeze(1), probabilities, 0.0), uniforms)
 
 
-def _sample_ordered(
+def _last_kept(
     probabilities: torch.Tensor,
-    ids: torch.Tensor,
+    keys: torch.Tensor,
     limits: torch.Tensor,
     top_p: torch.Tensor,
-    uniforms: torch.Tensor,
+    num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample among the leading candidates: (tokens, whether the kept set lies inside them).
+    """Key of the least likely token that is kept, looking at the leading candidates alone, and
+    whether the kept set lies inside them.
 
-    probabilities: (rows, vocab_size) float64; ids: (rows, n) int64 in descending order
+    probabilities, keys: (rows, vocab_size) float64 and int64
     """
-    rows, num_candidates = ids.shape
-    ordered = probabilities.gather(1, ids)
-    cumulative = ordered.cumsum(dim=1)
+    num_candidates = min(num_candidates, keys.shape[1])
+    leading, ids = keys.topk(num_candidates, dim=1)
+    cumulative = probabilities.gather(1, ids).cumsum(dim=1)
     within = limits.clamp(max=num_candidates)
     limited_mass = cumulative.gather(1, within.unsqueeze(1) - 1)
     whole = limits.unsqueeze(1) >= probabilities.shape[1]
@@ -99,10 +98,9 @@ def _sample_ordered(
     needed = (cumulative < threshold).sum(dim=1) + 1
     kept = torch.minimum(needed, within)
     complete = (limits <= num_candidates) | (whole.squeeze(1) & (needed <= num_candidates))
-    if num_candidates == probabilities.shape[1]:
-        complete = torch.ones(rows, dtype=torch.bool, device=ids.device)
-    columns = _invert(ordered, kept, uniforms)
-    return ids.gather(1, columns.unsqueeze(1)).squeeze(1), complete
+    if num_candidates == keys.shape[1]:
+        complete = torch.ones_like(complete)
+    return leading.gather(1, kept.unsqueeze(1) - 1).squeeze(1), complete
 
 
 def _probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -114,33 +112,28 @@ def _probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
     return torch.softmax(shifted, dim=-1).double()
 
 
-def _invert(
-    probabilities: torch.Tensor, kept: torch.Tensor, uniforms: torch.Tensor
-) -> torch.Tensor:
-    """Column of the first cumulative mass above u * (mass of the first ``kept`` columns)."""
-    cumulative = probabilities.cumsum(dim=1)
-    last = kept.unsqueeze(1) - 1
-    target = cumulative.gather(1, last) * uniforms.double().unsqueeze(1)
-    columns = torch.searchsorted(cumulative, target, right=True)
-    # Rounding of the sum may leave the target at its very end.
-    return torch.minimum(columns, last).squeeze(1)
+def _invert(masses: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Column of the first cumulative mass above u * (whole mass); masses (rows, n) float64."""
+    cumulative = masses.cumsum(dim=1)
+    target = cumulative[:, -1:] * uniforms.double().unsqueeze(1)
+    columns = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # Rounding of the sum may leave the target at its very end: the last column with any mass.
+    positive = masses > 0
+    last = masses.shape[1] - 1 - positive.flip(1).to(torch.int8).argmax(dim=1)
+    return torch.minimum(columns, last)
 
 
-def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the largest values, descending, equal ones by lower id: (rows, count) int64.
+def _order_keys(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the values, equal ones by lower id first: (rows, n) int64.
 
-    The sort key holds the float's bits, made monotone as an integer, above the inverted id, so
-    that no two keys are equal and any selection algorithm gives the same answer.
+    The key holds the float's bits, made monotone as an integer, above the inverted id, so that no
+    two keys are equal and any selection algorithm gives the same answer.
     """
-    vocab_size = values.shape[1]
     # Adding zero turns -0.0 into 0.0, whose bits differ though the values are equal.
     bits = (values + 0.0).view(torch.int32)
     monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    tie_break = torch.arange(vocab_size - 1, -1, -1, device=values.device)
-    keys = (monotone.long() << 32) + tie_break
-    if count == vocab_size:
-        return keys.argsort(dim=1, descending=True)
-    return keys.topk(count, dim=1).indices
+    tie_break = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    return (monotone.long() << 32) + tie_break
 
 
 def token_logprobs(
@@ -156,5 +149,5 @@ def token_logprobs(
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-    ids = _largest(logits, min(num_top, logits.shape[1]))
+    ids = _order_keys(logits).topk(min(num_top, logits.shape[1]), dim=1).indices
     return chosen, ids, logprobs.gather(1, ids)

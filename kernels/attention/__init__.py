@@ -19,7 +19,7 @@ from kernels.native import NativeKernels
 __all__ = ["BatchLayout", "plan_attention", "varlen_paged_attention"]
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SUPPORTED_BACKENDS = ("auto", "torch", "cpu")
+SUPPORTED_BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def varlen_paged_attention(
@@ -66,7 +66,8 @@ def varlen_paged_attention(
                   torch backend uses it
     lse:          (num_tokens, num_heads) float32, written if given: natural logarithm of the
                   softmax denominator (a sink included), -inf for rows without keys
-    backend:      "torch"; "cpu", the native one; "auto" is native where it takes the call
+    backend:      "torch"; "cpu", the native one; "triton"; "auto" is triton on a GPU, native on the
+                  CPU where it takes the call
     native:       the loaded library, which "cpu" needs
     returns:      out, (num_tokens, num_heads, head_dim), dtype of q (rows past cu_seqlens_q[-1]
                   keep what they held; a fresh ``out`` holds zeros there)
@@ -84,6 +85,14 @@ def varlen_paged_attention(
         return out
     variant = AttentionVariant(scale, causal, window, softcap, alibi_slopes, sinks)
     results = (out, lse)
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
+        # Imported on first use: the package is there only where a GPU is, or the tests are.
+        from kernels.gpu.attention import attend_triton
+
+        indices = (cu_seqlens_q, seqlens_k, block_table)
+        caches = (k_cache, v_cache)
+        attend_triton(q, caches, indices, variant, results, num_decodes=num_decodes)
+        return out
     if _chooses_native(backend, native, q, k_cache, v_cache):
         assert native is not None
         indices = (cu_seqlens_q, seqlens_k, block_table)

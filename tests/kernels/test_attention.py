@@ -442,7 +442,7 @@ def test_padded_lengths() -> None:
 def test_wrong_arguments_are_refused(call: Call) -> None:
     batch = build(Case([(1, 5)]))
     with pytest.raises(ValueError, match="backend"):
-        call(batch, backend="triton")
+        call(batch, backend="flash")
     batch.block_table = batch.block_table.repeat(2, 1)
     with pytest.raises(ValueError, match="block_table"):
         call(batch)
