@@ -39,6 +39,7 @@ COMMANDS: Final = {
         "services.cli.sim:sim",
         "Plan capacity on the real scheduler, or replay fault histories.",
     ),
+    "chaos": ("services.cli.chaos:app", "Break a mesh of its own, and check that nothing is lost."),
     "doctor": ("services.cli.doctor:doctor", "Check this machine and say what to mend."),
     "health": ("services.cli.health:health", "Wait for a heartbeat of a kind of service."),
     "models": ("services.cli.models:app", "Models: pull, list, path."),

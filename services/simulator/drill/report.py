@@ -1,0 +1,79 @@
+"""The checker's table, and the same as JSON.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from services.simulator.drill.checker import Outcome, Verdict
+
+
+def as_dict(
+    seed: int, options: Mapping[str, Any], verdict: Verdict, outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "seed": seed,
+        "options": dict(options),
+        "passed": verdict.passed,
+        "accepted": verdict.accepted,
+        "finished": verdict.finished,
+        "cancelled": verdict.cancelled,
+        "cut_by_gateway": verdict.cut,
+        "failed": dict(verdict.failed),
+        "refused": dict(verdict.refused),
+        "faults": verdict.faults,
+        "faults_verified": verdict.faults_verified,
+        "kills_verified": verdict.kills_verified,
+        "faults_by_service": by_service(outcomes),
+        "lost": verdict.lost,
+        "duplicated": verdict.duplicated,
+        "reordered": verdict.reordered,
+        "wrong": verdict.wrong,
+        "blocks_leaked": verdict.blocks_leaked,
+        "worst_recovery_s": round(verdict.worst_recovery_s, 3),
+        "worst_ready_s": round(verdict.worst_ready_s, 3),
+        "crash_noticed_s": round(verdict.crash_noticed_s, 3),
+        "hang_noticed_s": round(verdict.hang_noticed_s, 3),
+        "unexpected_deaths": verdict.unexpected_deaths,
+        "slowest": [
+            f"{o.silence_s:.1f} s after {o.fault.service} {o.fault.label} in mesh {o.mesh}"
+            for o in sorted(outcomes, key=lambda o: -o.silence_s)[:3]
+        ],
+        "not_verified": [
+            f"{o.fault.service} {o.fault.label}: {o.evidence}" for o in outcomes if not o.verified
+        ],
+    }
+
+
+def by_service(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
+    """Verified faults by service and kind."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for outcome in outcomes:
+        counts[outcome.fault.service][outcome.fault.label] += outcome.verified
+    return {service: dict(sorted(counts[service].items())) for service in sorted(counts)}
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The table for a person."""
+    text = [f"{'seed':<22} {report['seed']}", f"{'options':<22} {_pairs(report['options'])}"]
+    for service, counts in report["faults_by_service"].items():
+        text.append(f"{'faults ' + service:<22} {sum(counts.values())}: {_pairs(counts)}")
+    listed = ("slowest", "not_verified", "unexpected_deaths")
+    skipped = {"seed", "options", "faults_by_service", "passed", *listed}
+    for name, value in report.items():
+        if name in skipped:
+            continue
+        shown = (_pairs(value) or "none") if isinstance(value, dict) else value
+        text.append(f"{name.replace('_', ' '):<22} {shown}")
+    for name in listed:
+        text += [f"{name.replace('_', ' '):<22} {line}" for line in report[name]]
+    return [*text, "PASSED" if report["passed"] else "FAILED"]
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
