@@ -5,7 +5,7 @@ PYTEST := $(BIN)/python -m pytest -q
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sim clean
+.PHONY: help setup demo check test sim chaos clean
 
 # $(call part,NAME,PATHS,BUDGET): one pytest run, then what it took of its budget in seconds.
 define part
@@ -37,6 +37,9 @@ test: check  ## everything: check, then all tests
 
 sim: setup  ## replay one history of the simulator: make sim SEED=42
 	@$(BIN)/streetcar sim faults --seed $(SEED)
+
+chaos: setup  ## the fault drill: 210 kills of real processes, 15 minutes (make chaos SEED=42)
+	@$(BIN)/streetcar chaos run $(if $(filter-out 0,$(SEED)),--seed $(SEED))
 
 clean:  ## remove the environment and all caches (models stay)
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

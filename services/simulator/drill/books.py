@@ -18,7 +18,9 @@ from services.contracts.beats import Beat, EngineLoad
 from services.contracts.codec import Decoder, encode
 from services.contracts.errors import WireError
 from services.contracts.kv import KvCheck, KvCheckRequest
+from services.contracts.permissions import inbox_prefix
 from services.contracts.subjects import Subjects
+from services.runtime.bus_url import user_of
 from services.simulator.drill.checker import Books
 
 QUIET_TIMEOUT_S: Final = 20.0
@@ -35,7 +37,7 @@ class _Heard:
 
 
 async def read_books(url: str, names: Subjects, engine: str) -> Books:
-    """The books once they agree, or as they are after QUIET_TIMEOUT_S."""
+    """The books once they agree, or as they are after QUIET_TIMEOUT_S. `url`: of an observer."""
     heard, decoder = _Heard(), Decoder(Beat)
 
     async def hear(message: Any) -> None:
@@ -43,7 +45,7 @@ async def read_books(url: str, names: Subjects, engine: str) -> Books:
             heard.load = decoder.decode(message.data).engine
             heard.at_s = time.monotonic()
 
-    connection = await nats.connect(url)
+    connection = await nats.connect(url, inbox_prefix=inbox_prefix(user_of(url)))
     books = Books(0, 0, 0, 0, 0, 0, "the ledger or the scheduler was never heard")
     try:
         await connection.subscribe(names.beat("scheduler", engine), cb=hear)

@@ -99,7 +99,7 @@ async def run_mesh(mesh: Mesh, say: Say) -> Found:
             outcomes = await _break(mesh, load, injector, say)
             await load.end()
         names = Subjects(mesh.settings.subject_prefix)
-        books = await read_books(cluster.nats_url, names, mesh.settings.engine_id)
+        books = await read_books(cluster.observer_url, names, mesh.settings.engine_id)
         expected = {id(seen) for seen in injector.expected_deaths}
         deaths = [
             f"{seen.event.service}: {seen.event.text}"
