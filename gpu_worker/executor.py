@@ -59,7 +59,7 @@ class Executor:
     """Plans in, results out, one at a time.
 
     admit: may be called while a step runs; run: by the thread that computes; the caller keeps the
-    two apart.
+    two apart. step_tokens: of the step that runs, or ran last.
     """
 
     def __init__(self, model: Model, generation: int, shape: EngineShape) -> None:
@@ -76,6 +76,7 @@ class Executor:
         self.epoch = 0
         self.last_queued = 0
         self.last_done = 0
+        self.step_tokens = 0
         self.dropped: Counter[str] = Counter()
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._attached: Attached | None = None
@@ -142,6 +143,7 @@ class Executor:
         if copies is not None:
             self._model.copy_blocks(copies)
         inputs, targets = self._mirror.inputs(scheduled)
+        self.step_tokens = len(inputs.input_ids)
         outputs = self._model.execute(inputs)
         self._mirror.accept(scheduled, outputs.token_ids)
         return self._result(plan, scheduled, outputs, targets)

@@ -7,15 +7,17 @@ Shell. One runner thread does all that touches lanes and tensors, in the order i
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -30,12 +32,21 @@ from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_progress, report_ready
 from services.runtime.problem import Problem
-from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
+from services.runtime.service import (
+    beat_forever,
+    connect,
+    run_until_left,
+    say_leaving,
+    subjects,
+    unless_stopped,
+)
 from services.runtime.settings import Settings
 
 from .executor import EngineShape, Executor, Model
+from .poison import PoisonedModel
 from .shadow import ShadowModel
 from .stub import StubModel
+from .watchdog import StepTimes
 
 if TYPE_CHECKING:
     from .runner import ModelRunner
@@ -46,6 +57,10 @@ STUB_MODEL_LEN: Final = 8192
 SWITCH_INTERVAL_S: Final = 0.0005
 
 OPENMP_SPINS: Final = "1000"
+WATCH_PERIOD_S: Final = 0.5
+# This process was itself stopped so long: what ran meanwhile is not judged.
+ASLEEP_NS: Final = 2_000_000_000
+EXIT_HUNG: Final = 70
 
 _plan = codec.Decoder(StepPlan)
 _attach = codec.Decoder(Attach)
@@ -80,15 +95,25 @@ class Runner(threading.Thread):
 
 
 class WorkerService:
-    """`ended`: resolves with what broke the runner."""
+    """`ended`: resolves with what broke the runner. die: ends the process at once."""
 
-    def __init__(self, executor: Executor, bus: Bus, result_subject: str) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        bus: Bus,
+        result_subject: str,
+        die: Callable[[int], object] = os._exit,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self._executor = executor
         self._bus = bus
         self._result_subject = result_subject
         self._log = get_logger("gpu_worker")
         self._ticket = 0
+        self._leaving = False
+        self._die = die
+        self._times = StepTimes()
+        self._began_ns = 0
         self._outbox: asyncio.Queue[tuple[str, codec.Message]] = asyncio.Queue()
         self._loop = loop
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -99,7 +124,7 @@ class WorkerService:
 
     def on_plan(self, delivery: Delivery) -> None:
         plan = self._decoded(_plan, delivery)
-        if plan is None or not self._executor.admit(plan):
+        if plan is None or self._leaving or not self._executor.admit(plan):
             return
         # The scheduler has at most two steps in flight; a flood of plans is nobody's that we know.
         assert self._executor.last_queued - self._executor.last_done <= KEPT_PLANS
@@ -108,7 +133,7 @@ class WorkerService:
 
     def on_attach(self, delivery: Delivery) -> None:
         request = self._decoded(_attach, delivery)
-        if request is None:
+        if request is None or self._leaving:
             return
         # Plans that are queued and not begun belong to the epoch before: their ticket is out of
         # date.
@@ -134,6 +159,7 @@ class WorkerService:
         if ticket != self._ticket:
             return
         start_ns = time.monotonic_ns()
+        self._began_ns = start_ns
         failpoint("worker.before_forward")
         result = self._executor.run(plan)
         result = msgspec.structs.replace(
@@ -141,7 +167,8 @@ class WorkerService:
             elapsed_us=(time.monotonic_ns() - start_ns) // 1000,
             waited_us=(start_ns - queued_ns) // 1000,
         )
-        self._loop.call_soon_threadsafe(self._finished, result)
+        self._began_ns = 0
+        self._loop.call_soon_threadsafe(self._finished, result, self._executor.step_tokens)
 
     def _attach(self, request: Attach, reply: str) -> None:
         attached = self._executor.attach(request)
@@ -151,8 +178,9 @@ class WorkerService:
 
     # ---- out
 
-    def _finished(self, result: StepResult) -> None:
+    def _finished(self, result: StepResult, num_tokens: int) -> None:
         self._executor.remember(result)
+        self._times.observe(num_tokens, result.elapsed_us * 1000)
         if not failpoint("worker.after_forward"):
             self._put(self._result_subject, result)
 
@@ -171,6 +199,42 @@ class WorkerService:
             await self._bus.publish(subject, codec.encode(message))
             if isinstance(message, StepResult):
                 failpoint("worker.after_result")
+            self._outbox.task_done()
+
+    async def leave(self) -> None:
+        """Begin no step any more, end the one that runs, and let its result out."""
+        self._leaving = True
+        self._ticket += 1
+        ended = asyncio.Event()
+
+        def last_job() -> None:
+            self._loop.call_soon_threadsafe(ended.set)
+
+        self.runner.submit(last_job)
+        await ended.wait()
+        await self._outbox.join()
+
+    async def watch(self) -> None:
+        """End the process where a step does not end: only another one can go on."""
+        checked_ns = time.monotonic_ns()
+        awake_ns = checked_ns
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            now_ns, began_ns = time.monotonic_ns(), self._began_ns
+            if now_ns - checked_ns > ASLEEP_NS:
+                awake_ns = now_ns
+            checked_ns = now_ns
+            limit_ns = self._times.limit_ns(self._executor.step_tokens)
+            if began_ns and now_ns - max(began_ns, awake_ns) > limit_ns:
+                self._log.error(
+                    "step_hangs",
+                    step_id=self._executor.last_done + 1,
+                    num_tokens=self._executor.step_tokens,
+                    elapsed_s=(now_ns - began_ns) / 1e9,
+                    limit_s=limit_ns / 1e9,
+                )
+                faulthandler.dump_traceback()
+                self._die(EXIT_HUNG)
 
 
 def build_executor(settings: Settings, generation: int) -> Executor:
@@ -186,6 +250,8 @@ def build_executor(settings: Settings, generation: int) -> Executor:
             host_blocks=settings.host_blocks,
         )
         model: Model = StubModel(shadow, settings.step_ms / 1000)
+        if settings.poison_token >= 0:
+            model = PoisonedModel(model, [settings.poison_token], _die_of_poison)
         copy_block_us = 0
         max_model_len, vocab_size = settings.max_model_len or STUB_MODEL_LEN, STUB_VOCAB_SIZE
     else:
@@ -202,6 +268,11 @@ def build_executor(settings: Settings, generation: int) -> Executor:
         copy_block_us=copy_block_us,
     )
     return Executor(model, generation, shape)
+
+
+def _die_of_poison() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a process does not survive SIGKILL")
 
 
 def _load_model(settings: Settings) -> ModelRunner:
@@ -271,9 +342,16 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         )
 
     subject = names.beat("gpu_worker", settings.worker_id)
+
+    async def leave() -> None:
+        await service.leave()
+        await say_leaving(bus, subject, beat())
+
     try:
-        await run_together(
-            stopping, service.send(), service.ended, beat_forever(bus, subject, beat)
+        await run_until_left(
+            stopping,
+            leave,
+            *(service.send(), service.ended, service.watch(), beat_forever(bus, subject, beat)),
         )
     finally:
         service.runner.stop()

@@ -28,7 +28,13 @@ from services.runtime.actor import Actor
 from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_ready
-from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.service import (
+    beat_forever,
+    connect,
+    run_until_left,
+    say_leaving,
+    subjects,
+)
 from services.runtime.settings import Settings
 
 from .core import Asked, Event, KvCore, Question, Reply
@@ -89,7 +95,14 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     await bus.flush()
     report_ready(id=settings.kv_store_id)
     beat = names.beat("kv_store", settings.kv_store_id)
+
+    async def leave() -> None:
+        await service.actor.finish()
+        await say_leaving(bus, beat, core.beat())
+
     try:
-        await run_together(stopping, service.actor.run(), beat_forever(bus, beat, core.beat))
+        await run_until_left(
+            stopping, leave, service.actor.run(), beat_forever(bus, beat, core.beat)
+        )
     finally:
         await bus.close()

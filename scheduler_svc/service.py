@@ -48,12 +48,19 @@ from services.runtime.bus import (
 )
 from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_ready
-from services.runtime.service import beat_forever, connect, run_together, subjects
+from services.runtime.service import (
+    beat_forever,
+    connect,
+    run_until_left,
+    say_leaving,
+    subjects,
+)
 from services.runtime.settings import Settings
 
 from .core import SchedulerConfig, SchedulerCore
 from .events import (
     AbortAsked,
+    DrainAsked,
     Effect,
     Event,
     Note,
@@ -115,7 +122,8 @@ class SchedulerService:
         self._log = get_logger("scheduler")
         self._plan_bytes: dict[int, int] = {}
         self._requests: set[asyncio.Task[None]] = set()
-        self.actor: Actor[Event, Effect] = Actor(self._timed, self._perform)
+        self._drained = asyncio.Event()
+        self.actor: Actor[Event, Effect] = Actor(self._timed, self._perform, self._after_turn)
         self.dropped: Counter[str] = Counter()
 
     # ---- in
@@ -224,6 +232,16 @@ class SchedulerService:
         except (RequestTimeout, WireError):
             self.actor.post(WorkerSilent(gone=False))
 
+    async def drain(self) -> None:
+        """Plan no more, and take what is in flight: its tokens and blocks are the successor's."""
+        self.actor.post(DrainAsked())
+        await self._drained.wait()
+        await self.actor.finish()
+
+    async def _after_turn(self, _num_queued: int) -> None:
+        if self._timed.core.is_drained:
+            self._drained.set()
+
     # ---- measurements
 
     def _remember_size(self, step_id: int, size: int) -> None:
@@ -284,7 +302,14 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     await bus.flush()
     report_ready(id=settings.scheduler_id, engine=engine)
     beat = names.beat("scheduler", engine)
+
+    async def leave() -> None:
+        await service.drain()
+        await say_leaving(bus, beat, core.beat())
+
     try:
-        await run_together(stopping, service.actor.run(), beat_forever(bus, beat, core.beat))
+        await run_until_left(
+            stopping, leave, service.actor.run(), beat_forever(bus, beat, core.beat)
+        )
     finally:
         await bus.close()

@@ -25,6 +25,10 @@ PIPE_CLOSED: Final = 141
 
 COMMANDS: Final = {
     "up": ("services.cli.up:up", "Start the bus and all services; Ctrl-C stops them."),
+    "restart": (
+        "services.cli.restart:restart",
+        "Restart the services of `up` one by one; no request fails.",
+    ),
     "demo": ("services.cli.demo:demo", "Eight prompts at once through a cluster of its own."),
     "generate": ("services.cli.generate:generate", "Complete a prompt."),
     "chat": ("services.cli.chat:chat", "Talk with the model."),

@@ -62,6 +62,18 @@ async def stop_signals(on_second: Callable[[], None]) -> AsyncIterator[asyncio.E
             loop.remove_signal_handler(number)
 
 
+@asynccontextmanager
+async def restart_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that each SIGUSR2 sets."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    loop.add_signal_handler(signal.SIGUSR2, asked.set)
+    try:
+        yield asked
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR2)
+
+
 async def run_cluster(cluster: Cluster, work: Callable[[Cluster], Awaitable[T]]) -> T | None:
     """Start the cluster, do `work` on it, stop it: the result, or None if a signal came first.
 

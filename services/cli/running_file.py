@@ -67,10 +67,10 @@ def forget(settings: Settings, pid: int) -> None:
 def find_cluster(settings: Settings) -> RunningCluster:
     """The bus named by the settings, else the youngest cluster that lives. Raises Problem."""
     if url := settings.nats_url:
-        named = (c for c in _recorded(settings) if _same(c.nats_url, url) and _is_alive(c.pid))
+        named = (c for c in _recorded(settings) if _same(c.nats_url, url) and is_alive(c.pid))
         observer_url = next((c.observer_url for c in named), "")
         return RunningCluster(url, "", settings.served_name, 0, observer_url)
-    found = next((c for c in _recorded(settings) if _is_alive(c.pid)), None)
+    found = next((c for c in _recorded(settings) if is_alive(c.pid)), None)
     if found is None:
         raise Problem(
             "E107",
@@ -107,7 +107,13 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _is_alive(pid: int) -> bool:
+def restart_order(settings: Settings, pid: int) -> Path:
+    """Where the names of services lie that the cluster of `pid` is to restart."""
+    return _path(settings, pid).with_suffix(".restart")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -6,8 +6,11 @@ Shell: starts and stops processes.
 from __future__ import annotations
 
 import asyncio
+import json as jsonlib
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from services.cli.options import ClusterOptions
 from services.cli.output import ClusterReporter, print_json
@@ -21,8 +24,8 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     json
         Print one line of JSON once ready: nats_url, http_url, pids by service.
     """
-    from services.cli.running import prepare, run_cluster
-    from services.cli.running_file import RunningCluster, forget, remember
+    from services.cli.running import prepare, restart_signals, run_cluster
+    from services.cli.running_file import RunningCluster, forget, remember, restart_order
     from services.runtime.bus_url import without_password
     from services.runtime.cluster import Cluster
 
@@ -54,7 +57,13 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
 
     async def serve(cluster: Cluster) -> None:
         announce(cluster)
-        await asyncio.Event().wait()
+        async with restart_signals() as asked:
+            while True:
+                await asked.wait()
+                asked.clear()
+                order = restart_order(settings, os.getpid())
+                await cluster.restart(_ordered(order, cluster.services))
+                order.unlink(missing_ok=True)
 
     async def run() -> None:
         await run_cluster(Cluster(settings, ClusterReporter()), serve)
@@ -66,3 +75,12 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     if not json:
         print("stopped", file=sys.stderr)
     return 0
+
+
+def _ordered(order: Path, known: Sequence[str]) -> list[str]:
+    """Services that the order names, of those that there are; all without one."""
+    try:
+        named = jsonlib.loads(order.read_bytes())
+    except (OSError, ValueError):
+        named = []
+    return [name for name in known if name in named] if named else list(known)

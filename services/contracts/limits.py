@@ -38,6 +38,9 @@ MAX_MODEL_LEN: Final = 1024 * 1024
 # Step protocol (DESIGN section 5).
 MAX_STEPS_IN_FLIGHT: Final = 2
 KEPT_PLANS: Final = 8
+# A worker whose step runs longer than max(10 s, 10 x predicted) ends itself.
+MIN_STEP_LIMIT_S: Final = 10
+STEP_LIMIT_FACTOR: Final = 10
 
 # Scheduler: a finished sequence waits for its acknowledgement this long, in this many entries.
 FINISHED_LOG_SECONDS: Final = 60

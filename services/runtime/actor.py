@@ -58,6 +58,7 @@ class Actor(Generic[E, F]):
         self._inbox: deque[E] = deque()
         self._arrived = asyncio.Event()
         self._stopping = False
+        self._finished = asyncio.Event()
         self.dropped: Counter[str] = Counter()
 
     def post(self, event: E) -> None:
@@ -72,17 +73,21 @@ class Actor(Generic[E, F]):
         """Take a turn although nothing has arrived."""
         self._arrived.set()
 
-    def stop(self) -> None:
+    async def finish(self) -> None:
+        """Handle what is queued, and then nothing more."""
         self._stopping = True
         self._arrived.set()
+        await self._finished.wait()
 
     async def run(self) -> None:
-        """Until `stop`. Whatever the core raises ends the loop: a broken invariant is not
-        survived.
+        """Whatever the core raises ends the loop: a broken invariant is not survived. After
+        `finish` it idles, so that its end is never taken for a failure.
         """
-        while not self._stopping:
+        while not self._stopping or self._inbox:
             await self._wait()
             await self._turn()
+        self._finished.set()
+        await asyncio.Event().wait()
 
     async def _wait(self) -> None:
         if self._inbox:

@@ -18,12 +18,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import services
+from services.contracts.beats import ServiceKind
 from services.contracts.permissions import User
 from services.contracts.subjects import Subjects
 from services.runtime.bus_access import BusAccess
@@ -50,6 +51,7 @@ from services.runtime.supervisor import (
     SupervisorEvent,
     how_ended,
 )
+from services.runtime.watcher import Watcher
 
 BUS: Final = "nats"
 GATEWAY: Final = "gateway"
@@ -91,8 +93,11 @@ class Cluster:
         )
         self._bus: NatsServer | None = None
         self._bus_task: asyncio.Task[None] | None = None
+        self._bus_verdict = ""
         self._bus_failure: asyncio.Future[ServiceFailure] | None = None
         self._supervisor: Supervisor | None = None
+        self._watcher = Watcher(self._beating(), self._on_hung, self._on_bus_hung)
+        self._watch_task: asyncio.Task[None] | None = None
         self._failed = False
         self._stopped = False
 
@@ -139,6 +144,10 @@ class Cluster:
             for number in range(1, self._settings.num_admissions):
                 name = _admission(number)
                 self._supervisor.pin(name, ADMISSION_ID_VARIABLE, name)
+            self._watch_task = asyncio.create_task(
+                self._watcher.run(self.observer_url, Subjects(self._settings.subject_prefix)),
+                name="watch heartbeats",
+            )
             await self._supervisor.start()
             await self._wait_readyz()
         except BaseException as error:
@@ -161,10 +170,26 @@ class Cluster:
         )
         return failure
 
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Names of the services, in the order in which a rolling restart takes them."""
+        return tuple(reversed([spec.name for spec in self._specs()]))
+
+    async def restart(self, names: Sequence[str] = ()) -> None:
+        """Each of `names` (all, where none is given) in turn: SIGTERM, and on with the next when
+        its successor is ready and requests can be served. Raises Problem.
+        """
+        for name in names or self.services:
+            await self._running().restart(name)
+            await self._wait_readyz()
+
     async def stop(self) -> None:
         """Stop the services in order, then the bus. Idempotent."""
         if self._stopped:
             return
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.wait({self._watch_task})
         if self._supervisor is not None:
             await self._supervisor.stop()
         if self._bus_task is not None:
@@ -201,6 +226,29 @@ class Cluster:
     def _running_bus(self) -> NatsServer:
         assert self._bus is not None, "the cluster was never started"
         return self._bus
+
+    def _beating(self) -> dict[tuple[ServiceKind, str], str]:
+        """Who must be heard on the bus, and what it is called here."""
+        settings = self._settings
+        admissions = {
+            (ServiceKind.ADMISSION, _admission(n) if n else settings.admission_id): _admission(n)
+            for n in range(settings.num_admissions)
+        }
+        return {
+            (ServiceKind.GATEWAY, settings.gateway_id): GATEWAY,
+            (ServiceKind.SCHEDULER, settings.engine_id): "scheduler",
+            (ServiceKind.GPU_WORKER, settings.worker_id): "worker",
+            (ServiceKind.KV_STORE, settings.kv_store_id): "kv_store",
+            **admissions,
+        }
+
+    def _on_hung(self, name: str, silent_s: float) -> None:
+        self._running().end_hung(name, f"it hung: no heartbeat for {silent_s:.1f} s, so killed")
+
+    def _on_bus_hung(self, silent_s: float) -> None:
+        if self._bus is not None:
+            self._bus_verdict = f"it hung: no answer for {silent_s:.1f} s, so killed"
+            self._bus.kill()
 
     def _specs(self) -> list[ServiceSpec]:
         names = {name: [name] for name in MODULES}
@@ -249,7 +297,8 @@ class Cluster:
     async def _keep_bus(self, bus: NatsServer) -> None:
         policy = RestartPolicy()
         while True:
-            reason = how_ended(await bus.wait())
+            code = await bus.wait()
+            reason, self._bus_verdict = self._bus_verdict or how_ended(code), ""
             self._emit_bus("died", reason)
             while True:
                 delay = policy.on_death(time.monotonic(), was_ready=False)
@@ -296,6 +345,10 @@ class Cluster:
             # A gateway that picked a free port comes back on the same one.
             port = urlsplit(str(event.fields["http_url"])).port
             self._running().pin(GATEWAY, HTTP_PORT_VARIABLE, str(port))
+        if event.kind == "ready":
+            self._watcher.heartbeats.expect(event.service)
+        elif event.kind in {"stopping", "died"}:
+            self._watcher.heartbeats.forget(event.service)
         self._observer(event)
 
     def _emit_bus(self, kind: Any, text: str = "", fields: Mapping[str, Any] | None = None) -> None:

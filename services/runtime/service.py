@@ -9,12 +9,14 @@ Shell: signals, processes, the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+import msgspec
 import nats.errors
 
 from services.contracts import codec
@@ -30,6 +32,8 @@ from services.runtime.settings import Settings, for_service
 
 DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 CONNECT_RETRY_S: Final = 0.2
+LEAVE_TIMEOUT_S: Final = 3.0
+"""What a service takes at most to end what it has begun; below what a supervisor waits for it."""
 COLLECT_AFTER: Final = 50_000
 
 T = TypeVar("T")
@@ -113,6 +117,27 @@ async def beat_forever(bus: Bus, subject: str, beat: Callable[[], Beat]) -> None
     while True:
         await bus.publish(subject, codec.encode(beat()))
         await asyncio.sleep(BEAT_PERIOD_MS / 1000)
+
+
+async def say_leaving(bus: Bus, subject: str, beat: Beat) -> None:
+    """The last beat: whoever hears it waits for a successor instead of suspecting a death."""
+    await bus.publish(subject, codec.encode(msgspec.structs.replace(beat, leaving=True)))
+
+
+async def run_until_left(
+    stopping: asyncio.Event, leave: Callable[[], Awaitable[None]], *tasks: Awaitable[object]
+) -> None:
+    """As `run_together`; once `stopping` is set, `leave` ends in order what `tasks` have begun, in
+    LEAVE_TIMEOUT_S at most.
+    """
+
+    async def left() -> None:
+        await stopping.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await leave()
+
+    await run_together(asyncio.Event(), left(), *tasks)
 
 
 async def run_together(stopping: asyncio.Event, *tasks: Awaitable[object]) -> None:

@@ -151,6 +151,9 @@ class Settings:
     fault_injection: str = _knob(
         "off", "lets failpoints be armed, for drills only", choices=("off", "on")
     )
+    poison_token: int = _knob(
+        -1, "token that kills a stub worker, for drills only, -1: none", low=-1, high=2**31 - 1
+    )
     failpoints: str = _knob("", "NAME:ACTION@COUNT, armed at the start of a service")
 
     origins: Mapping[str, str] = field(
@@ -368,12 +371,13 @@ def _check_together(settings: Settings) -> None:
             f"{settings.nats_port} asks for an embedded one",
             "give one of --nats and --nats-port",
         )
-    if settings.failpoints and settings.fault_injection != "on":
-        raise SettingsError(
-            f"failpoints = {settings.failpoints!r} would break services on purpose, and "
-            "fault_injection is off",
-            "unset STREETCAR_FAILPOINTS, or set STREETCAR_FAULT_INJECTION=on in a drill",
-        )
+    for name, harmless in (("failpoints", ""), ("poison_token", -1)):
+        value = getattr(settings, name)
+        if value != harmless and settings.fault_injection != "on":
+            raise SettingsError(
+                f"{name} = {value!r} would break services on purpose, and fault_injection is off",
+                f"unset {_variable(name)}, or set STREETCAR_FAULT_INJECTION=on in a drill",
+            )
 
 
 def _shown(value: Value) -> Value:

@@ -36,6 +36,7 @@ DRAIN_TIMEOUT_S: Final = 1.0
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 MAX_LINE_BYTES: Final = 64 * 1024
 TAIL_LINES: Final = 8
+MAX_WORDS: Final = 300
 _READ_BYTES: Final = 64 * 1024
 
 EventKind = Literal[
@@ -109,6 +110,23 @@ class Supervisor:
     def ready_fields(self, name: str) -> Mapping[str, Any]:
         """What `name` reported when it became ready last; empty before that."""
         return self._services[name].fields
+
+    async def restart(self, name: str) -> None:
+        """SIGTERM to one service, and wait until its successor is ready. Raises ServiceFailure."""
+        restarted = asyncio.ensure_future(self._services[name].restart())
+        ends: set[asyncio.Future[Any]] = {restarted, self._failure}
+        try:
+            await asyncio.wait(ends, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise self._failure.result()
+            if not restarted.done():
+                raise self._too_slow()
+        finally:
+            restarted.cancel()
+
+    def end_hung(self, name: str, reason: str) -> None:
+        """SIGKILL to a service that lives and does nothing; it is started again like a dead one."""
+        self._services[name].end_hung(reason)
 
     def pin(self, name: str, variable: str, value: str) -> None:
         """From its next start on, `name` finds `value` in this environment variable."""
@@ -186,6 +204,8 @@ class _Service:
         self._process: asyncio.subprocess.Process | None = None
         self._retired = False
         self._fatal = False
+        self._restart_asked = False
+        self._verdict = ""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -204,6 +224,26 @@ class _Service:
         if self.pid is not None and self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+    async def restart(self) -> None:
+        """Until the next life is ready. Between two lives there is nothing to end."""
+        process = self._process
+        if process is not None and self.pid is not None:
+            self._restart_asked = True
+            self._emit("stopping", "to be started again")
+            self.send(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await process.wait()
+            except TimeoutError:
+                self.send(signal.SIGKILL)
+                await process.wait()
+            self.ready.clear()
+        await self.ready.wait()
+
+    def end_hung(self, reason: str) -> None:
+        self._verdict = reason
+        self.send(signal.SIGKILL)
 
     async def stop(self) -> None:
         if self._task is None:
@@ -231,6 +271,9 @@ class _Service:
                 return
             if self._fatal:
                 return
+            if self._restart_asked:
+                self._restart_asked = False
+                continue
             self._emit("died", reason)
             delay = self._policy.on_death(time.monotonic(), was_ready=was_ready)
             if delay is None:
@@ -271,7 +314,15 @@ class _Service:
                 await readers
         was_ready = self.ready.is_set()
         self.ready.clear()
-        return was_ready, how_ended(code)
+        return was_ready, self._why(code)
+
+    def _why(self, code: int) -> str:
+        """Why it ended: our own verdict, or its status and, of a failure, its last words."""
+        verdict, self._verdict = self._verdict, ""
+        if verdict:
+            return verdict
+        words = self._log.tail()[-1:] if code > 0 else []
+        return "; its last words: ".join([how_ended(code), *(w[:MAX_WORDS] for w in words)])
 
     async def _read_status(self, stream: asyncio.StreamReader) -> None:
         decoder = msgspec.json.Decoder(_Status)

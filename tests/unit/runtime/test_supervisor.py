@@ -232,3 +232,47 @@ async def test_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
     assert len(sizes) == 2
     assert max(sizes) <= 10_000
+
+
+async def test_a_restart_on_demand_is_no_death(tmp_path: Path) -> None:
+    supervisor, recorder = _make(tmp_path, worker=GOOD, gateway=STUBBORN)
+    await supervisor.start()
+    before = supervisor.pids
+    for _ in range(6):
+        await supervisor.restart("worker")
+    assert supervisor.pids["worker"] != before["worker"]
+    assert supervisor.pids["gateway"] == before["gateway"]
+    assert not {"died", "restarting", "failed"} & set(recorder.kinds("worker"))
+    assert recorder.kinds("worker").count("ready") == 7
+    await _stopped(supervisor.stop())
+
+
+async def test_a_service_that_does_not_stop_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.2)
+    supervisor, recorder = _make(tmp_path, worker=STUBBORN)
+    await supervisor.start()
+    await supervisor.restart("worker")
+    assert recorder.kinds("worker").count("ready") == 2
+    await _stopped(supervisor.stop())
+
+
+async def test_a_hung_service_is_killed_and_says_so(tmp_path: Path) -> None:
+    supervisor, recorder = _make(tmp_path, worker=GOOD)
+    await supervisor.start()
+    os.kill(supervisor.pids["worker"], signal.SIGSTOP)
+    supervisor.end_hung("worker", "it hung")
+    await recorder.until(lambda: recorder.kinds("worker").count("ready") == 2)
+    (died,) = [e for e in recorder.events if e.kind == "died"]
+    assert died.text == "it hung"
+    await _stopped(supervisor.stop())
+
+
+async def test_a_death_says_its_last_words(tmp_path: Path) -> None:
+    supervisor, recorder = _make(tmp_path, worker=BROKEN)
+    with pytest.raises(ServiceFailure):
+        await supervisor.start()
+    died = next(e for e in recorder.events if e.kind == "died")
+    assert died.text == "it exited with 3; its last words: the reason is here"
+    await _stopped(supervisor.stop())

@@ -1,0 +1,123 @@
+"""Listens to the heartbeats of a cluster's processes, and to the bus itself, and names who hangs.
+
+Invariants: nobody is named while the bus, or the watcher's own loop, may be what is stuck; who is
+named is named once, until it is expected again.
+
+Shell: one connection, the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from services.contracts.beats import Beat, ServiceKind
+from services.contracts.codec import Decoder
+from services.contracts.errors import WireError
+from services.contracts.permissions import inbox_prefix
+from services.contracts.subjects import Subjects
+from services.runtime.bus_url import user_of
+from services.runtime.heartbeats import SILENT_S, Heartbeats
+
+WATCH_PERIOD_S: Final = 0.25
+# This process was itself stopped, or starved, so long: what it did not hear proves nothing.
+ASLEEP_S: Final = 1.0
+PING_TIMEOUT_S: Final = 1.0
+RETRY_S: Final = 0.2
+
+Hung = Callable[[str, float], None]
+_decoder = Decoder(Beat)
+
+
+class Watcher:
+    """names: of the services, by kind and id; an id may be followed by `-` and the run's own mark.
+
+    hung: called with a service's name and how long it was silent; bus_hung: the same for the bus.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[tuple[ServiceKind, str], str],
+        hung: Hung,
+        bus_hung: Callable[[float], None],
+    ) -> None:
+        self.heartbeats = Heartbeats()
+        self._names = names
+        self._hung = hung
+        self._bus_hung = bus_hung
+        self._client = Client()
+
+    async def run(self, url: str, subjects: Subjects) -> None:
+        """Until cancelled."""
+        await self._connect(url)
+        try:
+            await self._client.subscribe(subjects.any_beat(), cb=self._on_beat)
+            await self._watch()
+        finally:
+            await self._client.close()
+
+    async def _connect(self, url: str) -> None:
+        while True:
+            try:
+                await self._client.connect(
+                    servers=url.split(","),
+                    name="supervisor",
+                    inbox_prefix=inbox_prefix(user_of(url)),
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RETRY_S,  # type: ignore[arg-type]
+                    error_cb=_ignore,
+                )
+                return
+            except (nats.errors.Error, OSError):
+                await asyncio.sleep(RETRY_S)
+
+    async def _watch(self) -> None:
+        checked_s = answered_s = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            answers = await self._bus_answers()
+            now_s = time.monotonic()
+            asleep = now_s - checked_s > ASLEEP_S + PING_TIMEOUT_S
+            checked_s = now_s
+            if answers and not asleep:
+                answered_s = now_s
+                for name, silent_s in self.heartbeats.silent(now_s).items():
+                    self._hung(name, silent_s)
+                continue
+            self.heartbeats.forgive(now_s)
+            if asleep:
+                answered_s = now_s
+            elif now_s - answered_s > SILENT_S - PING_TIMEOUT_S:
+                self._bus_hung(now_s - answered_s)
+                answered_s = now_s
+
+    async def _bus_answers(self) -> bool:
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                await self._client.flush()
+        except (TimeoutError, nats.errors.Error, OSError):
+            return False
+        return self._client.is_connected
+
+    async def _on_beat(self, message: Msg) -> None:
+        try:
+            beat = _decoder.decode(message.data)
+        except WireError:
+            # Of another version of Streetcar on the same bus.
+            return
+        whole = (beat.kind, beat.service_id)
+        name = self._names.get(whole) or self._names.get(
+            (beat.kind, beat.service_id.rpartition("-")[0])
+        )
+        if name is not None:
+            self.heartbeats.heard(name, time.monotonic())
+
+
+async def _ignore(_error: Exception) -> None:
+    """The pings tell what is wrong."""
