@@ -47,6 +47,7 @@ COMMANDS: Final = {
     "doctor": ("services.cli.doctor:doctor", "Check this machine and say what to mend."),
     "health": ("services.cli.health:health", "Wait for a heartbeat of a kind of service."),
     "models": ("services.cli.models:app", "Models: pull, list, path."),
+    "keys": ("services.cli.keys:app", "API keys of the gateway: new, list, remove."),
     "config": ("services.cli.config:app", "Settings in force, and where each came from."),
 }
 """Import path and one line of help of each command; the help is here so that listing the

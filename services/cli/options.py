@@ -37,6 +37,7 @@ class ClusterOptions:
     num_admissions: Annotated[int | None, _knob("num_admissions")] = None
     http_host: Annotated[str | None, _knob("http_host")] = None
     http_port: Annotated[int | None, _knob("http_port")] = None
+    api_key_file: Annotated[str | None, _knob("api_key_file")] = None
     nats_url: Annotated[str | None, _knob("nats_url", flag="--nats")] = None
     nats_port: Annotated[int | None, _knob("nats_port")] = None
     max_num_seqs: Annotated[int | None, _knob("max_num_seqs")] = None

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from . import limits
 from .codec import Message
-from .ids import Id
+from .ids import MAX_ID_LENGTH, Id
 
 
 class ServiceKind(StrEnum):
@@ -56,7 +56,7 @@ class EngineLoad(Message, frozen=True):
     num_prefix_hits: int
     num_prompt_tokens: int
     num_output_tokens: int
-    dp_group: str = ""
+    dp_group: Annotated[str, Meta(max_length=MAX_ID_LENGTH)] = ""
     wants_prefill: bool = False
     num_blocks_spare: int = 0
 

@@ -161,7 +161,7 @@ class TenantReport(Message, frozen=True):
     either tier.
     """
 
-    tenant: str
+    tenant: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
     num_cached: int
     num_host_cached: int
 

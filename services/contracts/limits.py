@@ -71,3 +71,5 @@ MAX_ERROR_CHARS: Final = 2048
 MAX_ENVELOPE_BYTES: Final = 64 * 1024
 MAX_TRACE_CHARS: Final = 128
 MAX_NAMES: Final = 256
+# Of one list in a message between services: several times what one step of all lanes can fill.
+MAX_ENTRIES: Final = 16 * MAX_LANES

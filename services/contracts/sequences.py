@@ -146,8 +146,8 @@ class SequenceUpdates(Message, frozen=True, tag="updates"):
     offsets: Vector = EMPTY
     counts: Vector = EMPTY
     token_ids: Vector = EMPTY
-    logprobs: list[SequenceLogprobs] = []
-    prompt_logprobs: list[PromptLogprobs] = []
-    started: list[SequenceStarted] = []
-    finished: list[SequenceFinished] = []
+    logprobs: Annotated[list[SequenceLogprobs], Meta(max_length=limits.MAX_ENTRIES)] = []
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=limits.MAX_ENTRIES)] = []
+    started: Annotated[list[SequenceStarted], Meta(max_length=limits.MAX_ENTRIES)] = []
+    finished: Annotated[list[SequenceFinished], Meta(max_length=limits.MAX_ENTRIES)] = []
     moved: Vector = EMPTY

@@ -127,8 +127,8 @@ class StepResult(Message, frozen=True, tag="result"):
     lanes: Vector = EMPTY
     token_ids: Vector = EMPTY
     failed: Vector = EMPTY
-    logprobs: list[LaneLogprobs] = []
-    prompt_logprobs: list[LanePromptLogprobs] = []
+    logprobs: Annotated[list[LaneLogprobs], Meta(max_length=limits.MAX_ENTRIES)] = []
+    prompt_logprobs: Annotated[list[LanePromptLogprobs], Meta(max_length=limits.MAX_ENTRIES)] = []
     elapsed_us: int = 0
     waited_us: int = 0
 

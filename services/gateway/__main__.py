@@ -13,10 +13,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from services.client import DEFAULT_URL, Client, StreetcarClientError
 from services.contracts.beats import Beat, ServiceKind
@@ -25,12 +27,14 @@ from services.contracts.errors import WireError
 from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.permissions import inbox_prefix
 from services.contracts.subjects import Subjects
+from services.gateway.api_keys import ApiKeys
 from services.gateway.app import build_app
+from services.gateway.guard import MAX_HEAD_BYTES, Guard
 from services.gateway.mesh_view import MeshView
 from services.gateway.serving import Gateway
 from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
-from services.runtime.bus_url import user_of
+from services.runtime.bus_url import is_loopback, user_of
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
@@ -69,8 +73,10 @@ class _Server(uvicorn.Server):
         self._gateway.draining = True
 
 
-async def run(settings: Settings) -> int:
-    """Serve until a signal; the exit status."""
+async def run(settings: Settings, keys: ApiKeys | None) -> int:
+    """Serve until a signal; the exit status. Without `keys` everybody is served."""
+    if keys is None and not is_loopback(settings.http_host):
+        get_logger("gateway").warning("open_to_others", host=settings.http_host)
     try:
         listener = _listen(settings.http_host, settings.http_port)
     except OSError as error:
@@ -89,14 +95,16 @@ async def run(settings: Settings) -> int:
     )
     try:
         async with client:
-            await _serve(settings.replace("default", nats_url=nats_url), client, listener)
+            await _serve(settings.replace("default", nats_url=nats_url), client, listener, keys)
     except StreetcarClientError as error:
         get_logger("gateway").error("no_bus", reason=error.message)
         return 1
     return 0
 
 
-async def _serve(settings: Settings, client: Client, listener: socket.socket) -> None:
+async def _serve(
+    settings: Settings, client: Client, listener: socket.socket, keys: ApiKeys | None
+) -> None:
     subjects = Subjects(settings.subject_prefix)
     view = MeshView()
     bus = NatsBus(settings.gateway_id)
@@ -108,7 +116,7 @@ async def _serve(settings: Settings, client: Client, listener: socket.socket) ->
     gateway = Gateway(client, view, body_limit=client.max_payload)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = _Server(_config(gateway), gateway, url)
+    server = _Server(_config(Guard(build_app(gateway), keys)), gateway, url)
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, server.stop)
@@ -120,9 +128,11 @@ async def _serve(settings: Settings, client: Client, listener: socket.socket) ->
         await bus.close()
 
 
-def _config(gateway: Gateway) -> uvicorn.Config:
+def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(gateway),
+        app,
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -168,11 +178,13 @@ def main() -> int:
     try:
         settings = for_service()
         failpoints.enable(settings)
+        path = settings.api_key_file
+        keys = ApiKeys(Path(path).expanduser()) if path else None
     except Problem as problem:
         report_fatal(problem.code, problem.cause, problem.fix)
         return 1
     configure_logging("gateway", settings.log_level)
-    return uvloop.run(run(settings))
+    return uvloop.run(run(settings, keys))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,21 @@ Pure.
 
 from __future__ import annotations
 
+import ipaddress
 from urllib.parse import urlsplit
 
 
 def user_of(url: str) -> str:
     """The user's name in a bus URL, the first of several; "" where there is none."""
     return urlsplit(url.split(",")[0]).username or ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def without_password(urls: str) -> str:

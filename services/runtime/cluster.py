@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import shutil
 import sys
@@ -28,6 +27,7 @@ from services.contracts.beats import ServiceKind
 from services.contracts.permissions import User
 from services.contracts.subjects import Subjects
 from services.runtime.bus_access import BusAccess
+from services.runtime.bus_url import is_loopback
 from services.runtime.nats_server import (
     NatsServer,
     NatsServerError,
@@ -89,7 +89,7 @@ class Cluster:
         self._temporary = "" if settings.run_dir else tempfile.mkdtemp(prefix="streetcar-")
         self._run_dir = Path(settings.run_dir or self._temporary)
         self._access = BusAccess.draw(
-            Subjects(settings.subject_prefix), anonymous=_is_loopback(settings.nats_host)
+            Subjects(settings.subject_prefix), anonymous=is_loopback(settings.nats_host)
         )
         self._bus: NatsServer | None = None
         self._bus_task: asyncio.Task[None] | None = None
@@ -358,13 +358,6 @@ class Cluster:
 def _admission(number: int) -> str:
     """Name of the admission process `number`; the first has the name of the service."""
     return f"{ADMISSION}-{number}" if number else ADMISSION
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _ask(host: str, port: int) -> tuple[int, str]:

@@ -130,6 +130,7 @@ class Settings:
 
     http_host: str = _knob(_LOOPBACK, "address of the HTTP gateway", pattern=r"[^\s]{1,255}")
     http_port: int = _knob(0, "port of the HTTP gateway, 0: a free one", low=0, high=65_535)
+    api_key_file: str = _knob("", "hashes of the keys that the gateway asks for, empty: none")
     nats_url: str = _knob("", "bus to join, empty: start an embedded server", pattern=_URL)
     nats_host: str = _knob(_LOOPBACK, "address of the embedded server", pattern=r"[^\s]{1,255}")
     nats_port: int = _knob(0, "port of the embedded server, 0: a free one", low=0, high=65_535)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -44,6 +45,20 @@ WAIT_S: Final = 30.0
 Frame = dict[str, Any]
 _observer_urls: Final[dict[str, str]] = {}
 """By the address that a mesh prints: the bus with its observer's password."""
+
+
+INSIDE: Final = re.compile(
+    r"""0x[0-9a-f]{6,} | /home/ | /tmp/ | /usr/ | /root/ | site-packages | File\ " | Traceback
+    | streetcar\.v1\. | _INBOX | nats:// | \.py\b | msgspec | \bObject\ contains\b | sk-streetcar-
+    | password | <class | Error\b""",
+    re.VERBOSE,
+)
+"""What no answer to a client may hold: S12."""
+
+
+def check_words(text: str) -> None:
+    found = INSIDE.search(text)
+    assert found is None, f"{found[0]!r} in {text[:400]}"
 
 
 def command(*arguments: str) -> list[str]:
