@@ -21,7 +21,7 @@ def rotate(head: list[float], position: int, theta: float, factors: list[float])
 
 
 @pytest.mark.parametrize("factors", [None, [1.0, 1.0, 4.0, 8.0]])
-def test_rotation_matches_definition(factors: list[float] | None) -> None:
+def test_case_55_rotation_matches_definition(factors: list[float] | None) -> None:
     positions = torch.tensor([0, 1, 9000])
     x = torch.randn(3, 2, 8)
     table = build_rope_table(8, 9001, 10000.0, factors)

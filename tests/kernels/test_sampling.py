@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.sampling import NUM_CANDIDATES, sample_tokens, token_logprobs
+from kernels.uniform import uniform
 
 
 def draw(
@@ -30,7 +32,7 @@ GRID = torch.linspace(0.0005, 0.9995, 1000)
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (2, 1.0), (0, 0.9)])
-def test_tiny_temperatures_are_greedy(temperature: float, top_k: int, top_p: float) -> None:
+def test_case_20_tiny_temperatures_are_greedy(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.tensor([2.0, 9.0, 1.0])
     assert set(draw(logits, temperature, top_k, top_p, GRID)) == {1}
 
@@ -40,7 +42,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 128, 9999999])
-def test_mixed_batch_and_every_way_to_turn_top_k_off(top_k: int) -> None:
+def test_case_21_a_mixed_batch_and_every_way_to_turn_top_k_off(top_k: int) -> None:
     logits = torch.arange(256, dtype=torch.float32).reshape(2, 128)
     uniforms = torch.tensor([0.5, 0.3])
     tokens = sample_tokens(
@@ -54,7 +56,7 @@ def test_mixed_batch_and_every_way_to_turn_top_k_off(top_k: int) -> None:
     assert draw(logits[1], 1.0, 0, 1.0, GRID) == draw(logits[1], 1.0, top_k, 1.0, GRID)
 
 
-def test_top_k_with_top_p() -> None:
+def test_case_21_top_k_with_top_p() -> None:
     logits = torch.arange(128, dtype=torch.float32)
     # The three largest hold 1 - e^-3 = 0.9502 of the mass.
     assert set(draw(logits, 1.0, 64, 0.95, GRID)) == {125, 126, 127}
@@ -116,6 +118,27 @@ def test_a_row_is_the_same_alone_and_in_company() -> None:
             logits[part], temperature[part], top_k[part], top_p[part], uniforms[part]
         )
         assert alone.tolist() == together[part].tolist()
+
+
+def test_case_22_a_seeded_row_does_not_see_its_neighbours() -> None:
+    """A seeded request's draws, alone and beside three that have other seeds or none."""
+    logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(5))
+    seed, positions = np.uint64(42), np.arange(16, dtype=np.uint64)
+    warm, off, full = torch.full((1,), 0.8), torch.zeros(1, dtype=torch.int32), torch.ones(1)
+    alone = []
+    for position in positions:
+        draw = torch.from_numpy(uniform(np.array([seed]), np.array([position])))
+        alone += sample_tokens(logits[int(position), None], warm, off, full, draw).tolist()
+    for others in ([1, 2, 3], [7, 42, 2**63], [42, 42, 42], [0, 0, 0]):
+        for position in positions:
+            seeds = np.array([*others[:2], seed, others[2]], dtype=np.uint64)
+            draws = uniform(seeds, np.array([0, 99, position, position], dtype=np.uint64))
+            rows = torch.stack([logits[0], logits[1], logits[int(position)], logits[2]])
+            tokens = sample_tokens(
+                rows, warm.expand(4), off.expand(4), full.expand(4), torch.from_numpy(draws)
+            )
+            assert tokens[2] == alone[int(position)]
+    assert len(set(alone)) > 4, "it is a draw"
 
 
 def test_logprobs_are_of_the_unscaled_distribution() -> None:

@@ -43,7 +43,7 @@ PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], list(range(20, 50)), [90, 1, 90]]
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("factors", [None, [1.0, 1.0, 4.0, 8.0]])
 @pytest.mark.parametrize("budget", [3, 64])
-def test_gguf_model_matches_dense_arithmetic(
+def test_case_55_gguf_model_with_and_without_rope_factors_matches_dense_arithmetic(
     tmp_path: Path, tied: bool, factors: list[float] | None, budget: int
 ) -> None:
     tiny = Tiny(tied=tied, factors=factors)

@@ -119,7 +119,7 @@ async def test_large_steps_with_forced_preemptions_then_hits(
     assert float(line.rpartition(" ")[2]) > 0
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_among_neighbours(
+async def test_case_22_a_seed_gives_the_same_tokens_alone_and_among_neighbours(
     small_steps_mesh: Mesh,
 ) -> None:
     """Draws depend on (seed, position) only (vLLM issue 51226)."""

@@ -195,7 +195,7 @@ async def test_a_reader_that_leaves_its_generator(stub_mesh: Mesh, stub_beats: B
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_http_client_that_disconnects(
+async def test_case_19_an_http_client_that_disconnects(
     stub_mesh: Mesh, stub_beats: Beats, stream: bool
 ) -> None:
     body = {"model": MODEL, "prompt": "Hi", "stream": stream, **LONG}
@@ -211,7 +211,7 @@ async def test_an_http_client_that_disconnects(
     assert await stub_beats.until(is_quiet) < CANCEL_S + BEAT_S
 
 
-async def test_an_http_client_that_disconnects_in_the_queue(narrow_mesh: Mesh) -> None:
+async def test_case_19_an_http_client_that_disconnects_in_the_queue(narrow_mesh: Mesh) -> None:
     """The one lane is taken; the request that waits goes, and the one that runs stays."""
     async with (
         heartbeats(narrow_mesh.nats_url) as beats,
@@ -242,6 +242,63 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     async with http.stream("POST", "/v1/completions", json=body) as response:
         async for _line in response.aiter_lines():
             pass
+
+
+async def test_case_48_answers_of_one_call_do_not_mix_with_those_of_the_next(
+    stub_mesh: Mesh,
+) -> None:
+    """Two batches one after the other, and two at once: each gets its own, in the order asked."""
+    prompts = [[100 + number] * (5 + number) for number in range(8)]
+    async with (
+        Client(stub_mesh.nats_url) as client,
+        httpx.AsyncClient(base_url=stub_mesh.http_url, timeout=60) as http,
+    ):
+        alone = [(await greedy(client, prompt, 6)).text for prompt in prompts]
+        assert len(set(alone)) == len(alone), "answers that can be told apart"
+
+        async def call(first: int) -> list[str]:
+            body = {"model": MODEL, "prompt": prompts[first : first + 2], "max_tokens": 6}
+            fields = body | {"temperature": 0.0, "ignore_eos": True}
+            choices = (await http.post("/v1/completions", json=fields)).json()["choices"]
+            assert [choice["index"] for choice in choices] == [0, 1]
+            return [choice["text"] for choice in choices]
+
+        for first in (0, 2):
+            assert await call(first) == alone[first : first + 2]
+        both = await asyncio.gather(*(call(first) for first in range(0, 8, 2)))
+        assert [text for texts in both for text in texts] == alone
+        # A generator that has given its last frame ends, and takes nothing of another's.
+        streams = [client.generate(MODEL, prompt_token_ids=p, max_tokens=3) for p in prompts]
+        for stream in streams:
+            frames = [frame async for frame in stream]
+            assert [frame["finish_reason"] for frame in frames[:-1]] == [None] * (len(frames) - 1)
+            assert frames[-1]["finish_reason"] in {"length", "stop"}
+            assert [frame async for frame in stream] == []
+
+
+async def test_case_43_a_huge_body_does_not_hold_up_the_others(
+    stub_mesh: Mesh, stub_client: Client
+) -> None:
+    """5 MB and 27 MB of chat, while the probes answer and a stream runs to its end."""
+    url = stub_mesh.http_url
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        stream = asyncio.create_task(greedy(stub_client, [3] * 5, 100))
+        for size, allowed in ((5 << 20, {400, 413}), (27 << 20, {413})):
+            message = {"role": "user", "content": "word " * (size // 5)}
+            body = {"model": MODEL, "messages": [message]}
+            asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            async with httpx.AsyncClient(base_url=url, timeout=5) as probe:
+                while not asking.done():
+                    assert (await probe.get("/livez")).status_code == 200
+                    assert (await probe.get("/readyz")).status_code == 200
+                    await asyncio.sleep(0.02)
+            assert (await asking).status_code in allowed
+        assert len((await stream).token_ids) == 100
+        short = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        moved = await http.post(
+            "/v1/chat/completions", json=short | {"chat_template_kwargs": {"tokenize": True}}
+        )
+        assert (moved.status_code, "chat_template_kwargs" in moved.text) == (400, True)
 
 
 async def test_a_storm_of_cancels(stub_mesh: Mesh, stub_beats: Beats) -> None:

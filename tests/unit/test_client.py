@@ -8,6 +8,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import nats
+import nats.errors
 import pytest
 
 import services.client
@@ -90,6 +92,32 @@ async def test_case_46_a_gap_is_an_error_and_cancels(fake: FakeAdmission, client
     with pytest.raises(StreetcarClientError, match="lost_frames"):
         await collect(client, request_id="r1")
     await fake.until(lambda: fake.cancelled == ["r1"])
+
+
+async def test_case_46_what_was_read_is_not_pending(tmp_path: Path) -> None:
+    """65 bytes twice through a limit of 100: the library counts what has been taken out."""
+    async with NatsServer(tmp_path) as server:
+        errors: list[Exception] = []
+
+        async def on_error(error: Exception) -> None:
+            errors.append(error)
+
+        connection = await nats.connect(server.url, error_cb=on_error)
+        subscription = await connection.subscribe("t", pending_bytes_limit=100)
+        for _ in range(2):
+            for _ in range(5):
+                await connection.publish("t", b"thirteen byte")
+            assert [len((await subscription.next_msg(5)).data) for _ in range(5)] == [13] * 5
+            assert subscription.pending_bytes == 0
+        assert errors == []
+        # Past the limit the loss is told, and what is left is less than what was sent.
+        for _ in range(20):
+            await connection.publish("t", b"thirteen byte")
+        await connection.flush()
+        await connection.flush()
+        assert errors and all(isinstance(e, nats.errors.SlowConsumerError) for e in errors)
+        assert subscription.pending_msgs + len(errors) == 20
+        await connection.close()
 
 
 async def test_silence_is_retried_once_with_the_same_id(

@@ -34,11 +34,11 @@ def test_control_tokens_are_not_shown_and_ids_beyond_the_vocabulary_neither() ->
 
 def test_case_16_bytes_that_are_no_character_flow_and_cost_linear_time() -> None:
     def seconds(count: int) -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         deltas, text = text_of([0x80] * count)
         assert text == "\ufffd" * count
         assert all(deltas), "nothing is held back"
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     seconds(2000)
     small, large = min(seconds(2000) for _ in range(5)), min(seconds(16_000) for _ in range(5))

@@ -103,6 +103,22 @@ def test_seed_stops_and_logprobs() -> None:
     assert prepare(logprobs=0).sampling.num_logprobs == 0
 
 
+@pytest.mark.parametrize("stop", [[""], "", ["ok", ""]])
+def test_case_33_an_empty_stop_string_is_refused(stop: object) -> None:
+    for payload in (
+        json.dumps({"prompt": "a", "stop": stop}).encode(),
+        msgpack.packb({"prompt": "a", "stop": stop}),
+    ):
+        with pytest.raises(RequestError, match="stop string may not be empty") as caught:
+            validation.decode(payload)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_case_33_no_stop_strings(stop: object) -> None:
+    assert prepare(stop=stop).stop_strings == []
+
+
 def test_roles_are_known_ones() -> None:
     message = refused(messages=[{"role": "user", "content": "a"}, {"role": "endoftext"}])
     assert message.startswith("`messages[1].role` is 'endoftext', not one of system,")

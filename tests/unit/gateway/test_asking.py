@@ -127,6 +127,22 @@ def test_fields_that_cannot_be_honoured_are_refused(parse: Any, fields: dict[str
     assert refused(parse, **fields) == f"`{name}` is not supported; leave it out"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^fine\\!$"},
+        {"type": "object", "properties": {}},
+        {"$ref": "#"},
+    ],
+    ids=["case_39", "case_38", "case_40"],
+)
+def test_case_39_a_schema_is_refused_and_never_ignored(schema: dict[str, Any]) -> None:
+    """Until answers can be held to one: no 200 with text that breaks it."""
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    for parse in (completion, chat):
+        assert "`response_format` is not supported" in refused(parse, response_format=asked)
+
+
 def test_unknown_and_mistyped_fields() -> None:
     assert refused(completion, tempurature=1).endswith("did you mean `temperature`?")
     assert "chat_template_kwargs" in refused(chat, chat_template_kwargs={"tokenize": True})

@@ -41,7 +41,7 @@ def test_weights_come_back_in_the_order_of_the_checkpoint(tmp_path: Path) -> Non
         assert np.array_equal(loaded, values), name
 
 
-def test_rope_factors_are_read(tmp_path: Path) -> None:
+def test_case_55_rope_factors_are_read(tmp_path: Path) -> None:
     tiny = Tiny(factors=[1.0, 1.0, 4.0, 8.0])
     config = GgufFile(write_gguf(tmp_path / "tiny.gguf", tiny)).config
     assert config.rope_factors == (1.0, 1.0, 4.0, 8.0)

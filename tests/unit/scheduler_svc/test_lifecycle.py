@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import kv_store.ledger
 import scheduler_svc.roster
 from scheduler_svc.events import DrainAsked, Reply
 from services.contracts.errors import ErrorCode
@@ -15,7 +16,8 @@ from services.contracts.public import FinishReason
 from services.contracts.sequences import AbortReply
 from services.contracts.step import Attach, StepEvent
 from services.contracts.vectors import pack
-from tests.unit.scheduler_svc.rig import MS, Rig, answer, lanes_of
+from tests.unit.containers import container_sizes
+from tests.unit.scheduler_svc.rig import MS, VOCAB_SIZE, Rig, answer, lanes_of
 
 SECOND = 1000 * MS
 
@@ -365,6 +367,25 @@ def test_priority_orders_the_queue() -> None:
 
 
 # ---- case 49: nothing grows
+
+
+def test_case_49_no_container_grows_with_the_number_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scheduler and ledger at rest, later and later: the same sizes, what is bounded at its cap."""
+    monkeypatch.setattr(kv_store.ledger, "MAX_OPEN_REQUESTS", 64)
+    rig = Rig(max_num_seqs=4)
+    seen = []
+    for number in range(1, 651):
+        rig.submit(f"s{number}", [number % VOCAB_SIZE, number // 7, 9, 11, 13, 15, 17, 19], 1)
+        rig.drain()
+        rig.abort(f"s{number}")
+        del rig.effects[1:], rig.plans[:], rig.results[:]
+        if number in {550, 650}:
+            rig.tick(1000 * MS)
+            seen.append(container_sizes({"scheduler": rig.core, "ledger": rig.kv}))
+    assert len(seen[0]) > 30, "it looks inside"
+    assert seen[0] == seen[1]
 
 
 def test_case_49_containers_are_empty_when_all_is_done() -> None:
