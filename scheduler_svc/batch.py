@@ -87,7 +87,7 @@ class Batch:
     def _may_publish_at_ns(self) -> int:
         # Two steps in flight would leave it open which of them a worker died of.
         waits = self._closed or (self.experience.suspects and self.pipeline.steps)
-        return NEVER_NS if waits else self.pipeline.may_publish_at_ns()
+        return NEVER_NS if waits else self.pipeline.may_publish_at_ns
 
     # ---- sequences leave
 
@@ -133,7 +133,7 @@ class Batch:
             freed = self._relieve() or self._unpin_for_head()
             if not len(step.lanes) and not freed:
                 # Nothing can run before something else happens; the plan would be empty.
-                assert not step.joins and not step.appended
+                assert not step.joins and not step.append_lanes
                 self._stalled = True
         return plans
 
@@ -218,8 +218,8 @@ class Batch:
             chunk_lanes=pack([lane for lane, _ in step.chunks]),
             chunk_tokens=pack([count for _, count in step.chunks]),
             hold=pack(step.held),
-            append_lanes=pack([lane for lane, _ in step.appended]),
-            append_blocks=pack([block for _, block in step.appended]),
+            append_lanes=pack(step.append_lanes),
+            append_blocks=pack(step.append_blocks),
             copies_out=copies_out,
             copies_in=copies_in,
         )

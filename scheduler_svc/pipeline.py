@@ -31,18 +31,14 @@ class Pipeline:
         self.next_step_id = 1
         self.last_result_ns = 0
         self._poll_at_ns = NEVER_NS
+        self._publish_at_ns = 0
 
+    @property
     def may_publish_at_ns(self) -> int:
         """When the next plan may go out: at once, one lead before the predicted end, or not before
         a result.
         """
-        if not self.steps:
-            return 0
-        if len(self.steps) >= MAX_STEPS_IN_FLIGHT:
-            return NEVER_NS
-        running = self.steps[0]
-        predicted_ns = self.model.predict_ns(running.num_tokens, running.num_kv_tokens)
-        return running.started_ns + predicted_ns - self.lead.ns
+        return self._publish_at_ns if len(self.steps) < MAX_STEPS_IN_FLIGHT else NEVER_NS
 
     def publish(self, step: Step, plan: StepPlan, now_ns: int) -> None:
         assert len(self.steps) < MAX_STEPS_IN_FLIGHT
@@ -88,9 +84,11 @@ class Pipeline:
         return [plan for plan in self.plans if plan.step_id >= step_id]
 
     def _watch(self, now_ns: int) -> None:
+        """The oldest step has just begun, as far as is known here."""
         if not self.steps:
-            self._poll_at_ns = NEVER_NS
+            self._poll_at_ns, self._publish_at_ns = NEVER_NS, 0
             return
         step = self.steps[0]
-        predicted = self.model.predict_ns(step.num_tokens, step.num_kv_tokens)
-        self._poll_at_ns = now_ns + max(POLL_AFTER_NS, POLL_AFTER_PREDICTED * predicted)
+        predicted_ns = self.model.predict_ns(step.num_tokens, step.num_kv_tokens)
+        self._poll_at_ns = now_ns + max(POLL_AFTER_NS, POLL_AFTER_PREDICTED * predicted_ns)
+        self._publish_at_ns = step.started_ns + predicted_ns - self.lead.ns

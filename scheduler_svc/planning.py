@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from services.contracts.step import LaneJoin
-from services.contracts.vectors import BoolArray, Int32Array
+from services.contracts.vectors import Int32Array
 
-from .lanes import LaneTable
+from .lanes import NO_LANES, LaneIndices, LaneTable
 from .lease import Lease
 from .policies import Policies
 from .policies.batching import Door, group_due_ns, may_join
@@ -58,23 +58,25 @@ class Experience:
 class Step:
     """What one step does, and the lane map that its result is read against.
 
-    lanes, counts: int32, lanes that compute and num_scheduled_tokens of each; sampled: those that
-    end with a token.
+    lanes, counts: that compute, and num_scheduled_tokens of each, int32; sampled: those that end
+    with a token.
+    append_lanes, append_blocks: pairs, in order.
     started: sequences that run for the first time.
     decode: whether lanes that it does not name advance. num_kv_tokens: that it reads, in all lanes.
     departed: sequences that left their lane while the step was under way, by lane.
     """
 
     step_id: int
-    lanes: Int32Array
+    lanes: LaneIndices
     counts: Int32Array
-    sampled: Int32Array
+    sampled: LaneIndices
     num_decodes: int
     chunks: list[tuple[int, int]]
     held: list[int]
     joins: list[LaneJoin]
     started: list[Sequence]
-    appended: list[tuple[int, int]]
+    append_lanes: list[int]
+    append_blocks: list[int]
     departed: dict[int, Sequence] = field(default_factory=dict)
     decode: bool = True
     num_kv_tokens: int = 0
@@ -112,10 +114,12 @@ class Planner:
         self._num_prefill_steps = 0
         self._group_left = 0
         self._held: list[int] = []
-        self._appended: list[tuple[int, int]] = []
+        self._append_lanes: list[int] = []
+        self._append_blocks: list[int] = []
         self._joins: list[LaneJoin] = []
         self._chunks: list[tuple[int, int]] = []
         self._started: list[Sequence] = []
+        self._ones: Int32Array = np.ones(lanes.num_lanes, dtype=np.int32)
 
     def fill(self, step_id: int, admission_index: dict[str, int], now_ns: int) -> Step:
         """Advance the planned columns by one step -> the step, which may compute nothing. Those
@@ -123,14 +127,14 @@ class Planner:
         """
         self._clear()
         kind = self._kind()
-        decodes = self._decoding_lanes() if kind.decode else np.zeros(0, dtype=np.int32)
-        if kind.prefill:
+        decodes = self._decoding_lanes() if kind.decode else NO_LANES
+        if not kind.prefill:
+            self._held.extend(seq.lane for seq in self._behind())
+        elif self.catching_up or len(self.waiting):
             budget = self._budget(decodes) - len(decodes)
             budget -= self._continue_chunks(budget)
             if kind.join:
                 self._admit(budget, admission_index, now_ns)
-        else:
-            self._held.extend(seq.lane for seq in self._behind())
         if not self._chunks and not kind.decode:
             # Nothing can prefill, for lack of lanes or blocks: what decodes does not wait for it.
             kind, decodes = DECODE, self._decoding_lanes()
@@ -148,11 +152,11 @@ class Planner:
         elif self.lanes.num_free and self._fits(seq) and self._has_first_slot(seq):
             self.waiting.remove(seq)
             self._join(seq, budget, admission_index[seq.admission_id])
-        return self._advance(step_id, np.zeros(0, dtype=np.int32), PREFILL)
+        return self._advance(step_id, NO_LANES, PREFILL)
 
     def _clear(self) -> None:
-        self._held, self._appended, self._joins, self._chunks = [], [], [], []
-        self._started = []
+        self._held, self._joins, self._chunks, self._started = [], [], [], []
+        self._append_lanes, self._append_blocks = [], []
         self.lease.shortage = 0
         self.starved = False
 
@@ -179,7 +183,7 @@ class Planner:
             return MIXED
         lanes = self.lanes
         ballot = Ballot(
-            has_decodes=bool((lanes.active & (lanes.tokens - lanes.computed == 1)).any()),
+            has_decodes=bool(lanes.decoding.any()),
             has_begun=bool(self._behind()),
             has_waiting=len(self.waiting) > 0 and lanes.num_free > 0,
             num_decode_steps=self._num_decode_steps,
@@ -189,7 +193,7 @@ class Planner:
         )
         return choose_kind(self.policies, ballot)
 
-    def _budget(self, decodes: Int32Array) -> int:
+    def _budget(self, decodes: LaneIndices) -> int:
         most = self.shape.max_num_batched_tokens
         if not self.policies.itl_target_ms:
             return most
@@ -200,38 +204,38 @@ class Planner:
 
     # ---- 1. decodes
 
-    def _decoding_lanes(self) -> Int32Array:
+    def _decoding_lanes(self) -> LaneIndices:
         """Lanes one token behind that have a slot for it; the others of them are held, and so are
         those that run alone.
         """
-        lanes = self.lanes
-        decoding = lanes.active & (lanes.tokens - lanes.computed == 1)
+        lanes, decoding = self.lanes, self.lanes.decoding
         if self.experience.suspects:
             alone = [seq.lane for seq in self.experience.suspects.alone if seq.lane != NO_LANE]
+            decoding = decoding.copy()
             decoding[alone] = False
             self._held.extend(alone)
-        full = lanes.computed == lanes.capacity
-        lacking = (decoding & full).nonzero()[0].astype(np.int32)
-        if len(lacking):
-            self._grow_or_hold(lacking, decoding)
-        decodes: Int32Array = decoding.nonzero()[0].astype(np.int32)
-        return decodes
+        decodes: LaneIndices = decoding.nonzero()[0]
+        lacking = (decoding & (lanes.computed == lanes.capacity)).nonzero()[0]
+        if not len(lacking):
+            return decodes
+        held = self._grow_or_hold(lacking)
+        return decodes[~np.isin(decodes, held)] if held else decodes
 
-    def _grow_or_hold(self, lacking: Int32Array, decoding: BoolArray) -> None:
+    def _grow_or_hold(self, lacking: LaneIndices) -> list[int]:
         """One block for each of the lanes `lacking`; where there are too few, the first come
-        first.
+        first -> those that are held.
         """
         lanes, lease = self.lanes, self.lease
         seqs = lanes.occupants(lacking)
         if len(seqs) <= len(lease.spare):
-            blocks = lease.take_one_each(seqs)
+            self._append_lanes.extend(lacking.tolist())
+            self._append_blocks.extend(lease.take_one_each(seqs))
             lanes.capacity[lacking] += lease.block_size
-            self._appended.extend(zip(lacking.tolist(), blocks, strict=True))
-            return
-        for seq in sorted(seqs, key=lambda seq: seq.order):
-            if not self._grow(seq, 1):
-                decoding[seq.lane] = False
-                self._held.append(seq.lane)
+            return []
+        seqs.sort(key=lambda seq: seq.order)
+        held = [seq.lane for seq in seqs if not self._grow(seq, 1)]
+        self._held.extend(held)
+        return held
 
     # ---- 2. sequences that are still catching up
 
@@ -275,7 +279,8 @@ class Planner:
         taken = self.lease.take(seq, num_blocks)
         self.starved = self.starved or taken < num_blocks
         if taken:
-            self._appended.extend((seq.lane, block_id) for block_id in seq.block_ids[-taken:])
+            self._append_lanes.extend([seq.lane] * taken)
+            self._append_blocks.extend(seq.block_ids[-taken:])
             self.lanes.capacity[seq.lane] += taken * self.lease.block_size
         return taken
 
@@ -383,11 +388,11 @@ class Planner:
         self.experience.counters.add(seq.salt, seq.num_tokens - seq.num_computed_tokens)
         num_computed = seq.num_computed_tokens
         lane = self.lanes.join(seq, admission, self.lease.block_size)
-        appended = len(self._appended)
+        appended = len(self._append_lanes)
         chunk = self._chunk(seq, budget)
         assert chunk > 0
         # Blocks that a joiner takes travel with its join.
-        del self._appended[appended:]
+        del self._append_lanes[appended:], self._append_blocks[appended:]
         self._joins.append(
             LaneJoin(
                 lane=lane,
@@ -405,20 +410,26 @@ class Planner:
 
     # ---- the step
 
-    def _advance(self, step_id: int, decodes: Int32Array, kind: Kind) -> Step:
+    def _advance(self, step_id: int, decodes: LaneIndices, kind: Kind) -> Step:
         """Move the planned columns: computed tokens, and a known one for each lane that caught
         up.
         """
         lanes = self.lanes
-        lanes.computed[decodes] += 1
-        lanes.tokens[decodes] += 1
-        computing, counts, sampled = decodes, np.ones(len(decodes), dtype=np.int32), decodes
+        # A decoding lane knows one token more than it has computed, before the step and after it.
+        computed = lanes.tokens[decodes]
+        lanes.computed[decodes] = computed
+        lanes.tokens[decodes] = computed + 1
+        num_kv_tokens = int(computed.sum())
+        computing, counts, sampled = decodes, self._ones[: len(decodes)], decodes
         if self._chunks:
-            chunk_lanes = np.array([lane for lane, _ in self._chunks], dtype=np.int32)
+            chunk_lanes = np.array([lane for lane, _ in self._chunks], dtype=np.intp)
             chunk_counts = np.array([count for _, count in self._chunks], dtype=np.int32)
-            lanes.computed[chunk_lanes] += chunk_counts
-            caught_up = chunk_lanes[lanes.computed[chunk_lanes] == lanes.tokens[chunk_lanes]]
+            computed = lanes.computed[chunk_lanes] + chunk_counts
+            lanes.computed[chunk_lanes] = computed
+            num_kv_tokens += int(computed.sum())
+            caught_up = chunk_lanes[computed == lanes.tokens[chunk_lanes]]
             lanes.tokens[caught_up] += 1
+            lanes.decoding[chunk_lanes] = lanes.tokens[chunk_lanes] - computed == 1
             computing = np.concatenate([decodes, chunk_lanes])
             counts = np.concatenate([counts, chunk_counts])
             sampled = np.sort(np.concatenate([decodes, caught_up]))
@@ -432,7 +443,8 @@ class Planner:
             held=self._held,
             joins=self._joins,
             started=self._started,
-            appended=self._appended,
+            append_lanes=self._append_lanes,
+            append_blocks=self._append_blocks,
             decode=kind.decode,
-            num_kv_tokens=int(lanes.computed[computing].sum()),
+            num_kv_tokens=num_kv_tokens,
         )

@@ -15,7 +15,7 @@ from services.contracts.public import FinishReason
 from services.contracts.step import StepResult
 from services.contracts.vectors import Int32Array, pack, unpack
 
-from .lanes import LaneTable
+from .lanes import LaneIndices, LaneTable
 from .lease import Lease
 from .planning import Step
 from .sequence import Sequence, SequenceStatus
@@ -38,11 +38,11 @@ def apply_result(
         raise InvariantError(f"step {step.step_id} sampled lanes that its plan does not name")
     failed = set(unpack(result.failed).tolist())
     _logprobs(step, result, lanes, updates)
-    ended = list(_departed(step, result, lease, updates))
-    ended.extend(_failures(step, lanes, failed))
-    gone = [*step.departed, *failed]
-    if gone:
-        stays = ~np.isin(here, gone)
+    ended: list[Ended] = []
+    if step.departed or failed:
+        ended.extend(_departed(step, result, lease, updates))
+        ended.extend(_failures(step, lanes, failed))
+        stays = ~np.isin(here, [*step.departed, *failed])
         here, token_ids = here[stays], token_ids[stays]
     _accept(lanes, here, token_ids, updates)
     _commit(step, lanes, lease, failed)
@@ -55,13 +55,9 @@ def _failures(step: Step, lanes: LaneTable, failed: set[int]) -> Iterator[Ended]
         yield lanes.occupant(lane), FinishReason.ERROR, ErrorCode.NUMERICS, _NUMERICS
 
 
-def _accept(lanes: LaneTable, here: Int32Array, token_ids: Int32Array, updates: UpdateLog) -> None:
-    at = lanes.accepted_tokens[here]
-    lanes.token_ids[here, at] = token_ids
-    lanes.accepted_tokens[here] = at + 1
-    updates.add_column(
-        lanes.admission[here], lanes.tag[here], at - lanes.prompt_tokens[here], token_ids
-    )
+def _accept(lanes: LaneTable, here: LaneIndices, token_ids: Int32Array, updates: UpdateLog) -> None:
+    offsets = lanes.accept(here, token_ids) - lanes.prompt_tokens[here]
+    updates.add_column(lanes.admission[here], lanes.tag[here], offsets, token_ids)
 
 
 def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> None:
@@ -75,9 +71,10 @@ def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> Non
     fresh = computed // lease.block_size - lanes.committed_blocks[here]
     if failed:
         fresh[np.isin(here, list(failed))] = 0
-    if not fresh.any():
-        return
     _commit_next(here[fresh == 1], lanes, lease)
+    if not step.chunks:
+        # A decode fills one block at most.
+        return
     for lane in here[fresh > 1].tolist():
         seq, row = lanes.occupant(lane), lanes.token_ids[lane]
         last = int(lanes.accepted_computed[lane]) // lease.block_size
@@ -86,25 +83,18 @@ def _commit(step: Step, lanes: LaneTable, lease: Lease, failed: set[int]) -> Non
         lanes.committed_blocks[lane] = last
 
 
-def _commit_next(full: Int32Array, lanes: LaneTable, lease: Lease) -> None:
-    """One more block of each of the lanes `full`: what a decode step brings, all gathered at
-    once.
-    """
+def _commit_next(full: LaneIndices, lanes: LaneTable, lease: Lease) -> None:
+    """One more block of each of the lanes `full`, all gathered at once."""
     if not len(full):
         return
-    seqs = lanes.occupants(full)
     indices = lanes.committed_blocks[full]
-    for seq, index, lane in zip(seqs, indices.tolist(), full.tolist(), strict=True):
-        if len(seq.hashes) < index:
-            seq.hash_of(index - 1, lanes.token_ids[lane], lease.block_size)
-    slots = indices[:, None] * lease.block_size + np.arange(lease.block_size, dtype=np.int32)
-    tokens = lanes.token_ids[full[:, None], slots].tobytes()
-    lease.commit_one_each(seqs, indices.tolist(), tokens)
-    lanes.committed_blocks[full] += 1
+    tokens = lanes.block_tokens(full, indices, lease.block_size)
+    lease.commit_one_each(lanes.occupants(full), indices.tolist(), tokens)
+    lanes.committed_blocks[full] = indices + 1
 
 
-def _endings(lanes: LaneTable, here: Int32Array, token_ids: Int32Array) -> Iterator[Ended]:
-    stopped = (lanes.stop_ids[here] == token_ids[:, None]).any(axis=1)
+def _endings(lanes: LaneTable, here: LaneIndices, token_ids: Int32Array) -> Iterator[Ended]:
+    stopped = lanes.stopped(here, token_ids)
     full = lanes.accepted_tokens[here] >= lanes.limit[here]
     for index in (stopped | full).nonzero()[0].tolist():
         reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
@@ -115,8 +105,6 @@ def _departed(step: Step, result: StepResult, lease: Lease, updates: UpdateLog) 
     """Sequences that left their lane meanwhile: a preempted or draining one keeps its token, a
     finished one does not.
     """
-    if not step.departed:
-        return
     tokens = dict(
         zip(unpack(result.lanes).tolist(), unpack(result.token_ids).tolist(), strict=True)
     )

@@ -29,32 +29,27 @@ LEAD_DOWN: Final = 0.995
 SLACK_NS: Final = 200_000
 
 _Vector = list[float]
-_Matrix = list[list[float]]
 
 
 class StepTimeModel:
     """Least squares with exponential forgetting, pulled weakly to the estimate before: O(1) a step.
 
-    longest_seen: most tokens of any step so far.
+    longest_seen: most tokens of any step so far. _moments: weighted sums over the steps of 1, x, k,
+    xx, xk, kk, y, xy, ky (x: tokens, k: KV, y: time).
     """
 
     def __init__(self) -> None:
         self.longest_seen = 0
-        self._squares: _Matrix = [[0.0] * 3 for _ in range(3)]
-        self._products: _Vector = [0.0] * 3
+        self._moments: _Vector = [0.0] * 9
         self._fit: _Vector = [0.0] * 3
         self._num_steps = 0
         self._num_unfitted = 0
 
     def observe(self, num_tokens: int, num_kv_tokens: int, elapsed_ns: int) -> None:
         self.longest_seen = max(self.longest_seen, num_tokens)
-        x = (1.0, num_tokens * TOKENS, num_kv_tokens * KV)
-        y = elapsed_ns * MS
-        for i in range(3):
-            row = self._squares[i]
-            for j in range(3):
-                row[j] = row[j] * FORGET + x[i] * x[j]
-            self._products[i] = self._products[i] * FORGET + x[i] * y
+        x, k, y = num_tokens * TOKENS, num_kv_tokens * KV, elapsed_ns * MS
+        news = (1.0, x, k, x * x, x * k, k * k, y, x * y, k * y)
+        self._moments = [old * FORGET + new for old, new in zip(self._moments, news, strict=True)]
         self._num_steps += 1
         self._num_unfitted += 1
 
@@ -67,18 +62,17 @@ class StepTimeModel:
         return max(0, round((a + b * num_tokens * TOKENS + c * num_kv_tokens * KV) / MS))
 
     def _refit(self) -> None:
-        matrix = [row.copy() for row in self._squares]
-        products = self._products.copy()
-        for i in range(3):
-            matrix[i][i] += MEMORY
-            products[i] += MEMORY * self._fit[i]
-        a, b, c = _solve(matrix, products)
+        n, x, k, xx, xk, kk, *products = self._moments
+        matrix = [[n + MEMORY, x, k], [x, xx + MEMORY, xk], [k, xk, kk + MEMORY]]
+        a, b, c = _solve(
+            matrix, [p + MEMORY * fit for p, fit in zip(products, self._fit, strict=True)]
+        )
         # A step does not get shorter by doing more: noise must not make the budget think so.
         self._fit = [a, max(0.0, b), max(0.0, c)]
         self._num_unfitted = 0
 
 
-def _solve(m: _Matrix, v: _Vector) -> _Vector:
+def _solve(m: list[_Vector], v: _Vector) -> _Vector:
     """x of m x = v, for a symmetric positive definite m of 3 rows (Gauss, no pivoting needed)."""
     rows = [[*m[i], v[i]] for i in range(3)]
     for i in range(3):

@@ -25,16 +25,20 @@ from services.contracts.vectors import EMPTY, Int32Array, pack
 from .events import SendUpdates
 from .sequence import Sequence
 
+_ONE = pack([1])
+
 
 @dataclass(slots=True)
 class _Outbox:
-    """For one admission: columns of rows; counts None where each row has one token."""
+    """For one admission: packed columns of rows; `counts` stays empty while each row has one
+    token.
+    """
 
     number: int = 0
-    tags: list[Int32Array] = field(default_factory=list)
-    offsets: list[Int32Array] = field(default_factory=list)
-    counts: list[Int32Array | None] = field(default_factory=list)
-    token_ids: list[Int32Array] = field(default_factory=list)
+    tags: bytes = EMPTY
+    offsets: bytes = EMPTY
+    counts: bytes = EMPTY
+    token_ids: bytes = EMPTY
     logprobs: list[SequenceLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     started: list[SequenceStarted] = field(default_factory=list)
@@ -45,6 +49,18 @@ class _Outbox:
     def empty(self) -> bool:
         news = self.tags or self.started or self.finished or self.prompt_logprobs or self.moved
         return not news
+
+    def put(self, tags: bytes, offsets: bytes, counts: bytes, token_ids: bytes) -> None:
+        """More rows; `counts` empty means one token each."""
+        if counts or self.counts:
+            self.counts = (self.counts or _ones(self.tags)) + (counts or _ones(tags))
+        self.tags += tags
+        self.offsets += offsets
+        self.token_ids += token_ids
+
+
+def _ones(column: bytes) -> bytes:
+    return _ONE * (len(column) // len(_ONE))
 
 
 class UpdateLog:
@@ -94,23 +110,20 @@ class UpdateLog:
         """One token for each of n sequences: int32 [n] each."""
         if not len(tags):
             return
-        first = int(admissions[0])
-        if len(self._boxes) == 1 or (admissions == first).all():
-            self._put(self._boxes[first], tags, offsets, None, token_ids)
+        if len(self._boxes) == 1:
+            self._boxes[0].put(pack(tags), pack(offsets), EMPTY, pack(token_ids))
             return
         for index in np.unique(admissions).tolist():
             mine = admissions == index
-            self._put(self._boxes[index], tags[mine], offsets[mine], None, token_ids[mine])
+            self._boxes[index].put(
+                pack(tags[mine]), pack(offsets[mine]), EMPTY, pack(token_ids[mine])
+            )
 
     def add_tokens(self, seq: Sequence, offset: int, token_ids: Int32Array) -> None:
         """Output tokens of `seq` from `offset` on."""
         if len(token_ids):
-            self._put(
-                self._box(seq),
-                np.array([seq.tag], np.int32),
-                np.array([offset], np.int32),
-                np.array([len(token_ids)], np.int32),
-                token_ids.copy(),
+            self._box(seq).put(
+                pack([seq.tag]), pack([offset]), pack([len(token_ids)]), pack(token_ids)
             )
 
     def add_logprobs(self, seq: Sequence, offset: int, logprobs: Logprobs) -> None:
@@ -168,10 +181,10 @@ class UpdateLog:
                 generation=generation,
                 epoch=epoch,
                 number=number,
-                tags=pack(_concatenate(box.tags)),
-                offsets=pack(_concatenate(box.offsets)),
-                counts=_pack_counts(box),
-                token_ids=pack(_concatenate(box.token_ids)),
+                tags=box.tags,
+                offsets=box.offsets,
+                counts=box.counts,
+                token_ids=box.token_ids,
                 logprobs=box.logprobs,
                 prompt_logprobs=box.prompt_logprobs,
                 started=box.started,
@@ -183,34 +196,3 @@ class UpdateLog:
 
     def _box(self, seq: Sequence) -> _Outbox:
         return self._boxes[self.admission_index(seq.admission_id)]
-
-    @staticmethod
-    def _put(
-        box: _Outbox,
-        tags: Int32Array,
-        offsets: Int32Array,
-        counts: Int32Array | None,
-        token_ids: Int32Array,
-    ) -> None:
-        box.tags.append(tags)
-        box.offsets.append(offsets)
-        box.counts.append(counts)
-        box.token_ids.append(token_ids)
-
-
-def _pack_counts(box: _Outbox) -> bytes:
-    """Empty where every row has one token."""
-    if all(counts is None for counts in box.counts):
-        return EMPTY
-    columns = zip(box.tags, box.counts, strict=True)
-    return pack(
-        np.concatenate(
-            [np.ones(len(tags), np.int32) if counts is None else counts for tags, counts in columns]
-        )
-    )
-
-
-def _concatenate(parts: list[Int32Array]) -> Int32Array:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)

@@ -52,7 +52,7 @@ def test_stop_ids_of_the_lane_before_are_gone() -> None:
     lanes.join(many, 0, 16)
     lanes.leave(0)
     lanes.join(one, 0, 16)
-    assert sorted(lanes.stop_ids[0].tolist()) == [-1, -1, 9]
+    assert sorted(lanes.stop_ids[:, 0].tolist()) == [-1, -1, 9]
 
 
 def test_a_free_lane_has_no_occupant() -> None:
