@@ -351,7 +351,9 @@ class SchedulerCore:
 
     def _ask_lookups(self, now_ns: int) -> None:
         lease = self.batch.lease
-        if not (self.config.prefix_caching and lease.bound) or lease.snapshot_due:
+        if not len(self.waiting) or not self.config.prefix_caching:
+            return
+        if lease.snapshot_due or not lease.bound:
             return
         for seq in self.waiting.head(self.batch.lanes.num_free + LOOKUPS_AHEAD):
             if seq.looked_up or not seq.reads_cache or not self.batch.may_look_up(seq):

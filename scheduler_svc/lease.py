@@ -138,9 +138,10 @@ class Lease:
         assert first >= 0
         blocks = self.spare[first:]
         del self.spare[first:]
-        assert self.holds.keys().isdisjoint(blocks)
-        self.holds.update(blocks)
+        holds = self.holds
         for seq, block_id in zip(seqs, blocks, strict=True):
+            assert block_id not in holds
+            holds[block_id] = 1
             seq.block_ids.append(block_id)
         return blocks
 

@@ -113,7 +113,7 @@ class UpdateLog:
         if len(self._boxes) == 1:
             self._boxes[0].put(pack(tags), pack(offsets), EMPTY, pack(token_ids))
             return
-        for index in np.unique(admissions).tolist():
+        for index in np.bincount(admissions).nonzero()[0].tolist():
             mine = admissions == index
             self._boxes[index].put(
                 pack(tags[mine]), pack(offsets[mine]), EMPTY, pack(token_ids[mine])
