@@ -10,9 +10,10 @@ Pure: numpy only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_worker.inputs import PromptLogprobRequest, SamplingBatch, StepInputs
 from services.contracts.errors import InvariantError
@@ -21,22 +22,27 @@ from services.contracts.vectors import Int32Array, unpack
 
 from .rows import Rows
 
+# Numpy's own index type: any other is converted at each gather, which costs more than the gather.
+Indices: TypeAlias = npt.NDArray[np.intp]
+
+_NONE: Final[Indices] = np.zeros(0, dtype=np.intp)
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """What a plan asks for, row by row: decodes first, then chunks in the plan's order.
 
-    lanes, counts: int32 [B]; sampled: int32 [S], rows (not lanes) that end with a token, in
+    lanes: [B]; counts: int32 [B]; sampled: [S], rows (not lanes) that end with a token, in
     ascending lane order.
     """
 
-    lanes: Int32Array
+    lanes: Indices
     counts: Int32Array
     num_decodes: int
-    sampled: Int32Array
+    sampled: Indices
 
     @property
-    def sampled_lanes(self) -> Int32Array:
+    def sampled_lanes(self) -> Indices:
         return self.lanes[self.sampled]
 
 
@@ -92,9 +98,11 @@ class Mirror:
             self._append_block(lane, block_id)
         return self._schedule(plan)
 
-    def _lanes(self, vector: bytes) -> Int32Array:
-        """int32 [n] lanes, each of which exists and is named once."""
-        lanes = unpack(vector)
+    def _lanes(self, vector: bytes) -> Indices:
+        """[n] lanes, each of which exists and is named once."""
+        if not vector:
+            return _NONE
+        lanes: Indices = unpack(vector).astype(np.intp)
         exist = (lanes >= 0) & (lanes < self.rows.num_lanes)
         _require(bool(exist.all()), "it names a lane that does not exist")
         _require(len(set(lanes.tolist())) == len(lanes), "it names a lane twice")
@@ -115,6 +123,8 @@ class Mirror:
         rows.prompt_tokens[lane] = join.num_prompt_tokens
         rows.num_blocks[lane] = 0
         rows.token_ids[lane, : len(token_ids)] = token_ids
+        # Behind a lane's own blocks the table must read as the null block.
+        rows.block_table[lane] = 0
         rows.set_sampling(lane, join.sampling)
         for block_id in block_ids.tolist():
             self._append_block(lane, block_id)
@@ -139,19 +149,22 @@ class Mirror:
         _require(bool(rows.active[chunk_lanes].all()), "a chunk names an empty lane")
         decoding[chunk_lanes] = False
         decoding[hold] = False
-        decodes = np.flatnonzero(decoding).astype(np.int32)
+        decodes: Indices = decoding.nonzero()[0]
         behind = rows.tokens[decodes] - rows.computed[decodes]
         _require(bool((behind == 1).all()), "a decode names a lane that is still catching up")
-        lanes = np.concatenate([decodes, chunk_lanes])
-        counts = np.concatenate([np.ones(len(decodes), dtype=np.int32), chunk_tokens])
-        after = rows.computed[lanes] + counts
+        lanes, counts = decodes, np.ones(len(decodes), dtype=np.int32)
+        if len(chunk_lanes):
+            lanes = np.concatenate([decodes, chunk_lanes])
+            counts = np.concatenate([counts, chunk_tokens])
+        after, tokens = rows.computed[lanes] + counts, rows.tokens[lanes]
         _require(bool((counts > 0).all()), "a chunk of no tokens")
-        _require(bool((after <= rows.tokens[lanes]).all()), "a chunk goes past its lane's tokens")
+        _require(bool((after <= tokens).all()), "a chunk goes past its lane's tokens")
         _require(
             bool((after <= rows.num_blocks[lanes] * self.block_size).all()), "a lane has no block"
         )
-        caught_up = np.flatnonzero(after == rows.tokens[lanes])
-        sampled = caught_up[np.argsort(lanes[caught_up], kind="stable")].astype(np.int32)
+        sampled: Indices = (after == tokens).nonzero()[0]
+        if len(chunk_lanes):
+            sampled = sampled[np.argsort(lanes[sampled], kind="stable")]
         _require(bool((rows.tokens[lanes[sampled]] <= self.max_model_len).all()), "a lane is full")
         return Scheduled(lanes, counts, len(decodes), sampled)
 
@@ -180,14 +193,9 @@ class Mirror:
         Targets: lane and first target position of each entry of `prompt_logprobs`.
         """
         rows, lanes, counts = self.rows, scheduled.lanes, scheduled.counts
-        cu_seqlens_q = np.zeros(len(lanes) + 1, dtype=np.int32)
-        np.cumsum(counts, out=cu_seqlens_q[1:])
-        row_of_token = np.repeat(np.arange(len(lanes), dtype=np.int32), counts)
-        within = np.arange(cu_seqlens_q[-1], dtype=np.int32) - cu_seqlens_q[row_of_token]
-        positions = rows.computed[lanes][row_of_token] + within
-        lane_of_token = lanes[row_of_token]
+        cu_seqlens_q, lane_of_token, positions = self._tokens(scheduled)
         seqlens_k = rows.computed[lanes] + counts
-        width = int(-(-int(seqlens_k.max(initial=0)) // self.block_size))
+        width = -(-int(seqlens_k.max(initial=0)) // self.block_size)
         blocks = rows.block_table[lane_of_token, positions // self.block_size].astype(np.int64)
         sampled_lanes = lanes[scheduled.sampled]
         targets, requests = self._prompt_logprobs(scheduled, cu_seqlens_q)
@@ -197,7 +205,7 @@ class Mirror:
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             cu_seqlens_q=cu_seqlens_q,
             seqlens_k=seqlens_k,
-            block_table=self._block_table(lanes, width),
+            block_table=rows.block_table[lanes, :width],
             num_decodes=scheduled.num_decodes,
             logits_rows=cu_seqlens_q[scheduled.sampled + 1] - 1,
             sampling=SamplingBatch(
@@ -212,13 +220,17 @@ class Mirror:
         )
         return inputs, targets
 
-    def _block_table(self, lanes: Int32Array, width: int) -> Int32Array:
-        """int32 [B, width]; ids past a lane's own blocks are stale and must read as the null
-        block.
-        """
-        table = self.rows.block_table[lanes, :width]
-        held = np.arange(width, dtype=np.int32) < self.rows.num_blocks[lanes, None]
-        return np.where(held, table, 0).astype(np.int32)
+    def _tokens(self, scheduled: Scheduled) -> tuple[Int32Array, Indices, Int32Array]:
+        """cu_seqlens_q int32 [B + 1]; lane and position int32 of each of the T packed tokens."""
+        lanes, counts = scheduled.lanes, scheduled.counts
+        computed = self.rows.computed[lanes]
+        if scheduled.num_decodes == len(lanes):
+            return np.arange(len(lanes) + 1, dtype=np.int32), lanes, computed
+        cu_seqlens_q = np.zeros(len(lanes) + 1, dtype=np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        row_of_token = np.repeat(np.arange(len(lanes)), counts)
+        within = np.arange(cu_seqlens_q[-1], dtype=np.int32) - cu_seqlens_q[row_of_token]
+        return cu_seqlens_q, lanes[row_of_token], computed[row_of_token] + within
 
     def _prompt_logprobs(
         self, scheduled: Scheduled, cu_seqlens_q: Int32Array
