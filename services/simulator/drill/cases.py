@@ -15,7 +15,7 @@ import numpy as np
 from gpu_worker.shadow import expected_token_ids
 
 STUB_VOCAB_SIZE: Final = 32_768
-NUM_STUB_CASES: Final = 96
+NUM_STUB_CASES: Final = 64
 MAX_STUB_TOKENS: Final = 400
 NUM_MODEL_CASES: Final = 16
 MAX_MODEL_TOKENS: Final = 64

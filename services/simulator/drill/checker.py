@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from services.simulator.drill.schedule import Fault
+from services.simulator.drill.schedule import Fault, Kind
 
 OWN_ENDS: Final = frozenset({"deadline_exceeded"})
 """Codes of failures that the request itself asked for."""
@@ -222,7 +222,7 @@ def _judge_fault(verdict: Verdict, outcome: Outcome) -> None:
     verdict.worst_recovery_s = max(verdict.worst_recovery_s, outcome.silence_s)
     verdict.worst_ready_s = max(verdict.worst_ready_s, outcome.ready_s or 0.0)
     if outcome.noticed_s is not None:
-        if outcome.fault.kind == "pause":
+        if outcome.fault.kind in {Kind.PAUSE, Kind.HANG}:
             verdict.hang_noticed_s = max(verdict.hang_noticed_s, outcome.noticed_s)
         else:
             verdict.crash_noticed_s = max(verdict.crash_noticed_s, outcome.noticed_s)

@@ -27,7 +27,8 @@ from services.simulator.drill.watch import Seen, Watch
 ARMED_TIMEOUT_S: Final = 5.0
 FIRED_TIMEOUT_S: Final = 10.0
 DEATH_TIMEOUT_S: Final = 10.0
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 120.0
+HANG_TIMEOUT_S: Final = 15.0
 STATE_TIMEOUT_S: Final = 2.0
 MAX_TRIES: Final = 3
 _POLL_S: Final = 0.01
@@ -52,7 +53,9 @@ class Injector:
             case Kind.TERMINATE:
                 return await self._signal(fault, signal.SIGTERM, "exited with 0")
             case Kind.PAUSE:
-                return await self._pause(fault)
+                return await self._pause(fault, fault.seconds)
+            case Kind.HANG:
+                return await self._pause(fault, HANG_TIMEOUT_S)
             case Kind.FAILPOINT:
                 return await self._failpoint(fault)
 
@@ -93,7 +96,8 @@ class Injector:
         outcome.verified = ending in died.event.text and now != pid
         return outcome
 
-    async def _pause(self, fault: Fault) -> Outcome:
+    async def _pause(self, fault: Fault, seconds: float) -> Outcome:
+        """Stop it for so long, or until the supervisor takes it for hung; a HANG has to be."""
         pid, began_s = self._cluster.pids[fault.service], time.monotonic()
         outcome = Outcome(fault, self._mesh, began_s, False, "/proc never said that it was stopped")
         os.kill(pid, signal.SIGSTOP)
@@ -101,21 +105,22 @@ class Injector:
         try:
             stopped = await self._until_state(pid, stopped=True)
             if stopped:
-                outcome.evidence = f"process {pid} was stopped for {fault.seconds:g} s"
-                died = await self._watch.until(fault.service, "died", began_s, fault.seconds)
+                outcome.evidence = f"process {pid} was stopped for {seconds:g} s"
+                died = await self._watch.until(fault.service, "died", began_s, seconds)
                 if died is not None:
                     return await self._hung(outcome, died)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        outcome.verified = stopped and await self._until_state(pid, stopped=False)
+        goes_on = stopped and await self._until_state(pid, stopped=False)
+        outcome.verified = goes_on and fault.kind is Kind.PAUSE
         return outcome
 
     async def _hung(self, outcome: Outcome, died: Seen) -> Outcome:
         """The supervisor has taken the stopped process for hung, and ended it."""
         self.expected_deaths.append(died)
         outcome.noticed_s = died.at_s - outcome.began_s
-        outcome.evidence += f", and ended: {died.event.text}"
+        outcome.evidence = f"it was stopped, and after {outcome.noticed_s:.1f} s {died.event.text}"
         service = outcome.fault.service
         ready = await self._watch.until(service, "ready", died.at_s, READY_TIMEOUT_S)
         if ready is not None:
@@ -158,6 +163,7 @@ class Injector:
         """Some places are passed only when another service begins anew."""
         other = PROVOKED_BY.get(fault.place)
         if other is not None:
+            await self._until_running(other)
             began_s = time.monotonic()
             os.kill(self._cluster.pids[other], signal.SIGKILL)
             died = await self._watch.until(other, "died", began_s, DEATH_TIMEOUT_S)

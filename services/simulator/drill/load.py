@@ -55,16 +55,16 @@ class Load:
         self._ending = True
         await asyncio.gather(*self._tasks)
 
-    async def check(self) -> None:
+    def cancel(self) -> None:
+        """Leave whatever is open."""
+        for task in self._tasks:
+            task.cancel()
+
+    def check(self) -> None:
         """Raise what has ended one of the tasks, if anything has."""
         for task in self._tasks:
             if task.done():
                 task.result()
-
-    @property
-    def num_open(self) -> int:
-        """Streams that have tokens and are not at their end."""
-        return sum(1 for stream in self.streams if stream.num_tokens and not stream.ended_s)
 
     async def _ask_on(self) -> None:
         while not self._ending:

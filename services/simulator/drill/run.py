@@ -84,28 +84,45 @@ def draw_settings(model: str, rng: random.Random, run_dir: Path) -> tuple[Settin
 
 
 async def run_mesh(mesh: Mesh, say: Say) -> Found:
-    """Start it, load it, break it, and ask what is left."""
+    """Start it, load it, break it, and ask what is left. Raises Problem where it is given up."""
     watch = Watch()
     async with Cluster(mesh.settings, watch) as cluster:
-        client = Client(
-            cluster.nats_url,
-            first_frame_timeout_s=FIRST_FRAME_TIMEOUT_S,
-            next_frame_timeout_s=NEXT_FRAME_TIMEOUT_S,
-        )
-        async with client:
-            load = await _prepare(mesh, client, cluster.http_url)
-            injector = Injector(cluster, watch, mesh.number)
-            load.begin(mesh.width)
+        given_up = asyncio.ensure_future(cluster.wait())
+        drill = asyncio.ensure_future(_drill(mesh, cluster, watch, say))
+        try:
+            await asyncio.wait({given_up, drill}, return_when=asyncio.FIRST_COMPLETED)
+            if not drill.done():
+                raise given_up.result()
+            return drill.result()
+        finally:
+            given_up.cancel()
+            drill.cancel()
+            await asyncio.wait({given_up, drill})
+
+
+async def _drill(mesh: Mesh, cluster: Cluster, watch: Watch, say: Say) -> Found:
+    injector = Injector(cluster, watch, mesh.number)
+    client = Client(
+        cluster.nats_url,
+        first_frame_timeout_s=FIRST_FRAME_TIMEOUT_S,
+        next_frame_timeout_s=NEXT_FRAME_TIMEOUT_S,
+    )
+    async with client:
+        load = await _prepare(mesh, client, cluster.http_url)
+        load.begin(mesh.width)
+        try:
             outcomes = await _break(mesh, load, injector, say)
             await load.end()
-        names = Subjects(mesh.settings.subject_prefix)
-        books = await read_books(cluster.observer_url, names, mesh.settings.engine_id)
-        expected = {id(seen) for seen in injector.expected_deaths}
-        deaths = [
-            f"{seen.event.service}: {seen.event.text}"
-            for seen in watch.deaths
-            if id(seen) not in expected
-        ]
+        finally:
+            load.cancel()
+    names = Subjects(mesh.settings.subject_prefix)
+    books = await read_books(cluster.observer_url, names, mesh.settings.engine_id)
+    expected = {id(seen) for seen in injector.expected_deaths}
+    deaths = [
+        f"{seen.event.service}: {seen.event.text}"
+        for seen in watch.deaths
+        if id(seen) not in expected
+    ]
     return Found(load.streams, outcomes, books, deaths)
 
 
@@ -128,7 +145,7 @@ async def _break(mesh: Mesh, load: Load, injector: Injector, say: Say) -> list[O
             await asyncio.wait(tasks)
             await _until_streaming(load, 1)
         await asyncio.sleep(fault.gap_s)
-        await load.check()
+        load.check()
         tasks.append(asyncio.create_task(_inject(fault, len(tasks), injector, say)))
     outcomes = [await task for task in tasks]
     await _until_streaming(load, 1)
@@ -151,7 +168,7 @@ async def _until_streaming(load: Load, at_least: int) -> None:
         running = sum(1 for s in load.streams if not s.ended_s and s.last_s > since_s)
         if running >= at_least:
             return
-        await load.check()
+        load.check()
         await asyncio.sleep(_POLL_S)
 
 

@@ -50,13 +50,14 @@ PROVOKED_BY: Final = {"worker.after_attach": "scheduler"}
 
 
 class Kind(StrEnum):
-    """KILL, TERMINATE: SIGKILL and SIGTERM from outside. PAUSE: SIGSTOP, then SIGCONT. FAILPOINT:
-    an action at a place in the service's own code.
+    """KILL, TERMINATE: SIGKILL, SIGTERM from outside. PAUSE: SIGSTOP, then SIGCONT. HANG: SIGSTOP
+    until the supervisor ends the process. FAILPOINT: an action at a place in the service's code.
     """
 
     KILL = "kill"
     TERMINATE = "terminate"
     PAUSE = "pause"
+    HANG = "hang"
     FAILPOINT = "failpoint"
 
 
@@ -158,7 +159,7 @@ def _others_of(service: str) -> list[Fault]:
         faults.append(Fault(service, Kind.FAILPOINT, place, Action.STALL))
         faults.append(Fault(service, Kind.FAILPOINT, place, Action.RAISE))
     if service != "nats":
-        faults.append(Fault(service, Kind.TERMINATE))
+        faults += [Fault(service, Kind.TERMINATE), Fault(service, Kind.HANG)]
     return [*faults, Fault(service, Kind.PAUSE)]
 
 

@@ -149,15 +149,22 @@ async def test_a_pause_that_nobody_felt_is_not_verified(
     assert not outcome.verified
 
 
+async def test_a_hang_that_the_supervisor_does_not_notice_is_not_verified(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "HANG_TIMEOUT_S", 0.2)
+    outcome = await rig.injector.inject(Fault("worker", Kind.HANG))
+    assert not outcome.verified
+    assert process_state(rig.process.pid) not in {"T", "Z", ""}
+
+
 async def test_a_hung_service_that_the_supervisor_ends_is_an_expected_death(rig: _Rig) -> None:
     async def supervise() -> None:
         await rig.watch.waits.wait()
         rig.process.kill()
         await rig.reborn("was ended by SIGKILL")
 
-    outcome, _ = await asyncio.gather(
-        rig.injector.inject(Fault("worker", Kind.PAUSE, seconds=20.0)), supervise()
-    )
+    outcome, _ = await asyncio.gather(rig.injector.inject(Fault("worker", Kind.HANG)), supervise())
     assert outcome.verified
     assert outcome.noticed_s is not None
     assert len(rig.injector.expected_deaths) == 1
