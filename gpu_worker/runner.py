@@ -32,6 +32,9 @@ from services.models.source import open_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+QUANTIZATIONS = ("none", "int8")
+"""int8: linears multiply bytes by bytes, with a scale for each row and for each output feature."""
+
 MAX_PROMPT_LOGPROB_ROWS = 128
 """Logits held at once when scoring prompts: 25 MB of float32 with a vocabulary of 49,152."""
 
@@ -69,6 +72,7 @@ class ModelRunner:
     native:        "auto" builds and loads the native kernels where a compiler is found, "off" runs
                    the torch reference, any other name is an instruction set that must be there
     native_cache:  directory of built native kernels; None is one in the user's cache
+    quantization:  one of QUANTIZATIONS
 
     Raises ModelFileError for the file, ValueError for a setting that does not fit the model or the
     processor. ``notices`` holds what the caller should log: why there are no native kernels.
@@ -87,6 +91,7 @@ class ModelRunner:
         host_blocks: int = 0,
         native: str = "auto",
         native_cache: Path | None = None,
+        quantization: str = "none",
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -99,10 +104,12 @@ class ModelRunner:
         if not 1 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
         self.dtype = resolve_dtype(dtype)
+        if quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization {quantization!r} is not one of {QUANTIZATIONS}")
         progress(0.0, "preparing native kernels")
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
-            weights = load_weights(source, self.dtype, progress, self._native)
+            weights = load_weights(source, self.dtype, progress, self._native, quantization)
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
             self._host = HostPool(self._cache.tensors, host_blocks)

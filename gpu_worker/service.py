@@ -294,6 +294,7 @@ def _load_model(settings: Settings) -> ModelRunner:
             num_threads=settings.threads or None,
             host_blocks=settings.host_blocks,
             native_cache=settings.native_path,
+            quantization=settings.quantization,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None

@@ -30,7 +30,10 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PANEL = 64
 """Output features of a packed panel; the same as in ``library.h``."""
 
-NATIVE_SETS = {torch.float32: ("avx512", "avx512bf16"), torch.bfloat16: ("avx512bf16",)}
+NATIVE_SETS = {
+    torch.float32: ("avx512", "avx512vnni", "avx512bf16"),
+    torch.bfloat16: ("avx512bf16",),
+}
 """Where the native code was measured to be at least as fast as oneDNN at every number of rows."""
 
 

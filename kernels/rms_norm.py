@@ -10,16 +10,22 @@ import torch
 
 from kernels.native import NativeKernels
 from kernels.native.arguments import RmsNormArguments, address
+from kernels.quantise import QuantisedRows, row_addresses, write_rows
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, native: NativeKernels | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    native: NativeKernels | None = None,
+    into: QuantisedRows | None = None,
 ) -> torch.Tensor:
     """y = round(x / sqrt(mean(x^2) + epsilon)) * weight.
 
     x:       (..., hidden_size) float32|bfloat16|float16
     weight:  (hidden_size), dtype of x
     native:  the loaded library, used for rows (two axes) of a dtype that it takes
+    into:    written if given: y, quantised (two axes)
     returns: shape and dtype of x
 
     The mean is taken in float32; the normalised value is rounded to the dtype of x before it meets
@@ -27,10 +33,13 @@ def rms_norm(
     """
     assert weight.dtype == x.dtype, f"weight {weight.dtype} and x {x.dtype} differ"
     if native is not None and x.dim() == 2 and native.takes(x, weight):
-        return _run_native(native, x, None, weight, epsilon)[0]
+        return _run_native(native, x, None, weight, epsilon, into)[0]
     wide = x.float()
     variance = wide.square().mean(dim=-1, keepdim=True)
-    return (wide * torch.rsqrt(variance + epsilon)).to(x.dtype) * weight
+    normed = (wide * torch.rsqrt(variance + epsilon)).to(x.dtype) * weight
+    if into is not None:
+        write_rows(normed, into)
+    return normed
 
 
 def fused_add_rms_norm(
@@ -39,16 +48,18 @@ def fused_add_rms_norm(
     weight: torch.Tensor,
     epsilon: float,
     native: NativeKernels | None = None,
+    into: QuantisedRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual' = residual + x; y = rms_norm(residual'); returns (y, residual').
 
     x, residual: (..., hidden_size), one dtype; both results have it too
+    into:        written if given: y, quantised (two axes)
     """
     takes = native is not None and x.dim() == 2 and residual.is_contiguous()
     if takes and native is not None and native.takes(x, residual, weight):
-        return _run_native(native, x, residual, weight, epsilon)
+        return _run_native(native, x, residual, weight, epsilon, into)
     total = residual + x
-    return rms_norm(total, weight, epsilon), total
+    return rms_norm(total, weight, epsilon, into=into), total
 
 
 def _run_native(
@@ -57,6 +68,7 @@ def _run_native(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     epsilon: float,
+    into: QuantisedRows | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, residual'); without a residual the second is x itself."""
     num_rows, hidden_size = x.shape
@@ -70,6 +82,7 @@ def _run_native(
         weight.data_ptr(),
         total.data_ptr(),
         out.data_ptr(),
+        *row_addresses(into, x.shape),
         x.stride(0),
         num_rows,
         hidden_size,

@@ -9,18 +9,24 @@ Device: reads weights, writes the KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from gpu_worker.kv_cache import KVCache
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
 from kernels.linear import Linear
+from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
+from kernels.quantise import QuantisedRows, empty_rows
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import build_rope_table
 from kernels.rope_write_kv import rope_write_kv
 from kernels.silu_mul import silu_mul
 from services.models.config import ModelConfig
+
+Matrix: TypeAlias = Linear | Int8Linear
+"""A product with a fixed matrix, in the dtype of the model or in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +38,11 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: Linear
-    attention_output: Linear
+    qkv: Matrix
+    attention_output: Matrix
     feed_forward_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +52,7 @@ class LlamaWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: Linear
+    head: Matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +96,9 @@ class LlamaModel:
         epsilon, native = self.config.rms_norm_eps, self._native
         cos_sin = self._rope_table.index_select(0, batch.positions)
         residual = self._weights.embedding.index_select(0, batch.input_ids)
-        normed = rms_norm(residual, self._weights.layers[0].input_norm, epsilon, native)
+        first = self._weights.layers[0]
+        rows = _rows_for(first.qkv, *residual.shape)
+        normed = rms_norm(residual, first.input_norm, epsilon, native, rows)
         layout = None
         if native is None:
             layout = plan_attention(
@@ -99,13 +107,14 @@ class LlamaModel:
         next_norms = [layer.input_norm for layer in self._weights.layers[1:]]
         next_norms.append(self._weights.final_norm)
         for index, layer in enumerate(self._weights.layers):
-            mixed = self._attention(layer, normed, cos_sin, (batch, layout), cache.layer(index))
+            qkv = _multiply(layer.qkv, normed, rows)
+            mixed = self._attention(layer, qkv, cos_sin, (batch, layout), cache.layer(index))
             normed, residual = fused_add_rms_norm(
-                mixed, residual, layer.feed_forward_norm, epsilon, native
+                mixed, residual, layer.feed_forward_norm, epsilon, native, rows
             )
-            moved = layer.down(silu_mul(layer.gate_up(normed), native))
+            moved = self._feed_forward(layer, _multiply(layer.gate_up, normed, rows))
             normed, residual = fused_add_rms_norm(
-                moved, residual, next_norms[index], epsilon, native
+                moved, residual, next_norms[index], epsilon, native, rows
             )
         return normed
 
@@ -113,21 +122,26 @@ class LlamaModel:
         """Scores of every token after each row: (rows, vocab_size), dtype of the model."""
         return self._weights.head(hidden)
 
+    def _feed_forward(self, layer: LayerWeights, gate_up: torch.Tensor) -> torch.Tensor:
+        rows = _rows_for(layer.down, gate_up.shape[0], self.config.intermediate_size)
+        return _multiply(layer.down, silu_mul(gate_up, self._native, rows), rows)
+
     def _attention(
         self,
         layer: LayerWeights,
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         cos_sin: torch.Tensor,
         step: tuple[PackedBatch, BatchLayout | None],
         caches: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Self-attention of one layer: (num_tokens, hidden_size) in and out."""
+        """Self-attention of one layer, from its qkv: (num_tokens, hidden_size)."""
         config = self.config
         batch, layout = step
-        num_tokens, num_heads, num_kv_heads = x.shape[0], config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
+        num_tokens, num_heads, num_kv_heads = qkv.shape[0], config.num_heads, config.num_kv_heads
+        heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
         k_cache, v_cache = caches
-        q = rope_write_kv(qkv, cos_sin, k_cache, v_cache, batch.slot_mapping, self._native)
+        rows = _rows_for(layer.attention_output, num_tokens, num_heads * config.head_dim)
+        q = rope_write_kv(heads, cos_sin, k_cache, v_cache, batch.slot_mapping, self._native)
         mixed = varlen_paged_attention(
             q,
             k_cache,
@@ -141,5 +155,19 @@ class LlamaModel:
             num_decodes=batch.num_decodes,
             layout=layout,
             native=self._native,
+            into=rows,
         )
-        return layer.attention_output(mixed.view(num_tokens, num_heads * config.head_dim))
+        joined = mixed.view(num_tokens, num_heads * config.head_dim)
+        return _multiply(layer.attention_output, joined, rows)
+
+
+def _rows_for(matrix: Matrix, num_rows: int, num_features: int) -> QuantisedRows | None:
+    """Room for quantised rows where the matrix wants them."""
+    return empty_rows(num_rows, num_features) if isinstance(matrix, Int8Linear) else None
+
+
+def _multiply(matrix: Matrix, x: torch.Tensor, rows: QuantisedRows | None) -> torch.Tensor:
+    """x times the matrix; rows are x quantised, if its producer wrote them."""
+    if isinstance(matrix, Int8Linear):
+        return matrix(x if rows is None else rows)
+    return matrix(x)

@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_worker.model.llama import LayerWeights, LlamaWeights
-from kernels.linear import Linear, make_linear
+from gpu_worker.model.llama import LayerWeights, LlamaWeights, Matrix
+from kernels.linear import make_linear
+from kernels.linear_int8 import Int8Linear, fits_int8
 from kernels.native import NativeKernels
 from services.models.errors import ModelFileError
 from services.models.source import ModelSource
@@ -28,19 +29,32 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
     native: NativeKernels | None = None,
+    quantization: str = "none",
 ) -> LlamaWeights:
     """Read, check, convert and pack all weights; raises ModelFileError.
 
-    native: the library that the linears are to run on, if there is one
+    native:       the library that the linears are to run on, if there is one
+    quantization: "none", or "int8": all linears in 8 bits, the output head too
+
+    Raises ValueError where the model's sizes do not allow that quantization.
     """
-    return _Loader(source, dtype, native).load(progress)
+    config = source.config
+    sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    if quantization == "int8" and not all(map(fits_int8, sizes)):
+        raise ValueError(f"quantization int8 does not take products over {sizes} features")
+    return _Loader(source, dtype, native, quantization).load(progress)
 
 
 class _Loader:
     def __init__(
-        self, source: ModelSource, dtype: torch.dtype, native: NativeKernels | None
+        self,
+        source: ModelSource,
+        dtype: torch.dtype,
+        native: NativeKernels | None,
+        quantization: str,
     ) -> None:
         self._native = native
+        self._quantization = quantization
         self._source = source
         self._config = source.config
         self._dtype = dtype
@@ -85,7 +99,9 @@ class _Loader:
             down=self._linear(weight("mlp.down_proj", hidden, intermediate)),
         )
 
-    def _linear(self, weight: torch.Tensor) -> Linear:
+    def _linear(self, weight: torch.Tensor) -> Matrix:
+        if self._quantization == "int8":
+            return Int8Linear(weight, self._native)
         return make_linear(weight, self._native)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

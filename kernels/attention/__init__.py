@@ -15,6 +15,7 @@ from kernels.attention.cpu_backend import MAX_HEAD_DIM, attend_native, is_suppor
 from kernels.attention.layout import BatchLayout, plan_attention
 from kernels.attention.torch_backend import AttentionVariant, attend_batch
 from kernels.native import NativeKernels
+from kernels.quantise import QuantisedRows, write_rows
 
 __all__ = ["BatchLayout", "plan_attention", "varlen_paged_attention"]
 
@@ -44,6 +45,7 @@ def varlen_paged_attention(
     lse: torch.Tensor | None = None,
     backend: str = "auto",
     native: NativeKernels | None = None,
+    into: QuantisedRows | None = None,
 ) -> torch.Tensor:
     """Attention of every packed query over the keys of its own sequence.
 
@@ -69,6 +71,8 @@ def varlen_paged_attention(
     backend:      "torch"; "cpu", the native one; "triton"; "auto" is triton on a GPU, native on the
                   CPU where it takes the call
     native:       the loaded library, which "cpu" needs
+    into:         written if given: out, quantised, as rows of num_heads * head_dim features; out is
+                  then contiguous
     returns:      out, (num_tokens, num_heads, head_dim), dtype of q (rows past cu_seqlens_q[-1]
                   keep what they held; a fresh ``out`` holds zeros there)
 
@@ -96,11 +100,13 @@ def varlen_paged_attention(
     if _chooses_native(backend, native, q, k_cache, v_cache):
         assert native is not None
         indices = (cu_seqlens_q, seqlens_k, block_table)
-        attend_native(native, q, (k_cache, v_cache), indices, variant, results)
+        attend_native(native, q, (k_cache, v_cache), indices, variant, results, into)
         return out
     if layout is None:
         layout = plan_attention(cu_seqlens_q, seqlens_k, block_table, k_cache)
     attend_batch(q, k_cache, v_cache, layout, variant, results)
+    if into is not None:
+        write_rows(out.view(out.shape[0], -1), into)
     return out
 
 

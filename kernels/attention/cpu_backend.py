@@ -13,6 +13,7 @@ import torch
 from kernels.attention.torch_backend import AttentionVariant
 from kernels.native import NativeKernels
 from kernels.native.arguments import AttentionArguments, address
+from kernels.quantise import QuantisedRows, row_addresses
 
 MAX_HEAD_DIM = 256
 """What the buffers on the stack are sized by; the same as in ``library.h``."""
@@ -31,12 +32,14 @@ def attend_native(
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     variant: AttentionVariant,
     results: tuple[torch.Tensor, torch.Tensor | None],
+    into: QuantisedRows | None = None,
 ) -> None:
     """Attention for every sequence of the batch; shapes as in ``varlen_paged_attention``.
 
     caches:  (k_cache, v_cache)
     indices: (cu_seqlens_q, seqlens_k, block_table) int32
     results: (out, lse or None), written for the rows below cu_seqlens_q[-1]
+    into:    the same rows of out again, quantised; out is then contiguous
 
     Raises ValueError where a sequence needs a block outside the pool or its table.
     """
@@ -45,12 +48,14 @@ def attend_native(
     out, lse = results
     # Kept by name until the call returns: the structure holds addresses only.
     slopes, sinks = _float32(variant.alibi_slopes), _float32(variant.sinks)
+    assert into is None or out.is_contiguous(), "rows that are quantised lie one after the other"
     arguments = AttentionArguments(
         address(q),
         address(k),
         address(v),
         address(out),
         address(lse),
+        *row_addresses(into, (q.shape[0], q.shape[1] * q.shape[2])),
         address(cu_seqlens_q),
         address(seqlens_k),
         address(block_table),

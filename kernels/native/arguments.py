@@ -23,7 +23,7 @@ def _fields(pointers: str, integers: str, floats: str = "") -> Fields:
 
 class AttentionArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
-        "q k v out lse cu_seqlens_q seqlens_k block_table alibi_slopes sinks",
+        "q k v out lse values scales cu_seqlens_q seqlens_k block_table alibi_slopes sinks",
         "q_row q_head k_block k_slot k_head v_block v_slot v_head out_row out_head lse_row "
         "table_row table_width num_seqs num_heads num_kv_heads head_dim num_blocks block_size "
         "window causal is_bf16 num_threads",
@@ -41,7 +41,7 @@ class RopeWriteKvArguments(ctypes.Structure):
 
 class RmsNormArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
-        "x residual weight total out",
+        "x residual weight total out values scales",
         "x_row num_rows hidden_size is_bf16 num_threads",
         "epsilon",
     )
@@ -49,13 +49,26 @@ class RmsNormArguments(ctypes.Structure):
 
 class SiluMulArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
-        "gate_up out", "gate_up_row num_rows size is_bf16 num_threads"
+        "gate_up out values scales", "gate_up_row num_rows size is_bf16 num_threads"
     )
 
 
 class LinearArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
         "x packed out", "x_row out_row num_rows in_features out_features is_bf16 num_threads"
+    )
+
+
+class QuantiseArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "x values scales", "x_row num_rows size is_bf16 num_threads"
+    )
+
+
+class LinearInt8Arguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "x_values x_scales packed start scales out",
+        "out_row num_rows in_features out_features is_bf16 num_threads",
     )
 
 

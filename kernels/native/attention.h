@@ -50,6 +50,19 @@ static int64_t F(plan)(
     return count;
 }
 
+/* A row is quantised over all heads, which are tasks of their own: once they are done. */
+static void F(quantise_out)(const attention_arguments *a) {
+    int64_t num_rows = a->cu_seqlens_q[a->num_seqs], size = a->num_heads * a->head_dim;
+#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) \
+    if (num_rows * size > MIN_PARALLEL)
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (a->is_bf16)
+            F(quantise_nth)(&a->to, a->out, row, size, 1);
+        else
+            F(quantise_nth)(&a->to, a->out, row, size, 0);
+    }
+}
+
 EXPORT int F(varlen_paged_attention)(const attention_arguments *a) {
     int problem = F(check_blocks)(a);
     if (problem) return problem;
@@ -95,5 +108,6 @@ EXPORT int F(varlen_paged_attention)(const attention_arguments *a) {
     }
     free(tasks);
     free(partial);
+    if (a->to.values) F(quantise_out)(a);
     return DONE;
 }

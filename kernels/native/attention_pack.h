@@ -43,7 +43,7 @@ typedef struct F(shape) {
 INLINE F(shape) F(shape_of)(const attention_arguments *a) {
     F(shape) s;
     s.group = a->num_heads / a->num_kv_heads;
-    s.pairs = ISA_LEVEL >= 3 && a->is_bf16;
+    s.pairs = ISA_LEVEL >= 4 && a->is_bf16;
     s.q_words = s.pairs ? a->head_dim / 2 : a->head_dim;
     s.padded_dim = (a->head_dim + LANES - 1) / LANES * LANES;
     return s;

@@ -69,7 +69,7 @@ INLINE float F(weigh)(
     for (int n = 0; n < vectors; n++) {
         vf weight = F(exponential)(held[n] - base);
         total = total + weight;
-#if ISA_LEVEL >= 3
+#if ISA_LEVEL >= 4
         if (pairs) {
             __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
             memcpy((uint16_t *)scores + n * LANES, &narrow, sizeof narrow);
@@ -102,7 +102,7 @@ static void F(attend_rows)(
         all &= seen[r].first <= 0 && seen[r].end >= count;
     }
     if (!any) return;
-    F(operands) dot = {w->q + row * s->q_words, s->q_words, w->keys, TILE, scores, TILE, 0,
+    F(operands) dot = {w->q + row * s->q_words, s->q_words, w->keys, TILE, scores, TILE, 0, 0,
                        s->q_words};
     F(multiply)(&dot, rows, whole, s->pairs);
     for (int r = 0; r < rows; r++) {
@@ -117,7 +117,7 @@ static void F(attend_rows)(
                                   a, head, position, seen[r], count, 0);
     }
     F(operands) mix = {scores, TILE, w->values, s->padded_dim, w->sums + row * s->padded_dim,
-                       s->padded_dim, factors, s->pairs ? (count + 1) / 2 : count};
+                       s->padded_dim, factors, 0, s->pairs ? (count + 1) / 2 : count};
     if (finite || all) {
         F(multiply)(&mix, rows, s->padded_dim, s->pairs);
         return;

@@ -1,5 +1,7 @@
 /* What happens between two matrix products: rotation and KV write, normalisation, activation.
  *
+ * Where it feeds a product of bytes, a row is quantised while it is still in the cache.
+ *
  * Invariants: the formulas and rounding points of the torch references in kernels/rope.py,
  * kernels/rms_norm.py and kernels/silu_mul.py; a row's result depends on that row alone.
  */
@@ -117,6 +119,7 @@ INLINE void F(norm_row)(const rms_norm_arguments *a, int64_t row, const int is_b
         else
             F(store_some_rounded)(to, i, count, x * weight, is_bf16);
     }
+    if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
 EXPORT int F(rms_norm)(const rms_norm_arguments *a) {
@@ -153,6 +156,7 @@ INLINE void F(silu_row)(const silu_mul_arguments *a, int64_t row, const int is_b
                F(load_some_as_float)(up, i, count, is_bf16);
         F(store_some_rounded)(out, i, count, x, is_bf16);
     }
+    if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
 EXPORT int F(silu_mul)(const silu_mul_arguments *a) {

@@ -25,15 +25,29 @@ enum {
     MAX_HEAD_DIM = 256,    /* what the buffers on the stack are sized by */
     MAX_BLOCK_ROWS = 96,   /* (query, head) rows that share a packed tile of keys */
     MIN_PARALLEL = 16384,  /* fewer elements are not worth waking a second thread for */
+    ROTATED = 64,          /* features of a row that are rotated together before rounding */
+    ZERO_BYTE = 128,       /* the byte of a quantised row that means 0 */
+    MAX_INT8_FEATURES = 65536 /* sums of products of bytes stay within 32 bits */
 };
+
+#define SMALLEST_PEAK 1e-30f /* a row of smaller numbers is a row of zeros */
+
+/* What the 32-bit words of a product hold. */
+enum { FLOATS = 0, PAIRS = 1, BYTES = 2 };
 
 /* Results of an operation. */
 enum { DONE = 0, OUT_OF_MEMORY = 1, BLOCK_OUT_OF_RANGE = 2, NOT_SUPPORTED = 3 };
 
 typedef struct {
+    uint8_t *values; /* (rows, features), one row after the other; null: not wanted */
+    float *scales;   /* (rows) */
+} quantised_rows;
+
+typedef struct {
     const void *q, *k, *v;
     void *out;
     float *lse;
+    quantised_rows to; /* out again, quantised; out is then one run of memory */
     const int32_t *cu_seqlens_q, *seqlens_k, *block_table;
     const float *alibi_slopes, *sinks;
     int64_t q_row, q_head;
@@ -62,6 +76,7 @@ typedef struct {
 typedef struct {
     const void *x, *residual, *weight; /* residual may be null */
     void *total, *out;                 /* total is written when there is a residual */
+    quantised_rows to;                 /* out again, quantised */
     int64_t x_row, num_rows, hidden_size, is_bf16, num_threads;
     double epsilon;
 } rms_norm_arguments;
@@ -69,6 +84,7 @@ typedef struct {
 typedef struct {
     const void *gate_up;
     void *out;
+    quantised_rows to; /* out again, quantised */
     int64_t gate_up_row, num_rows, size, is_bf16, num_threads;
 } silu_mul_arguments;
 
@@ -77,6 +93,21 @@ typedef struct {
     void *out;
     int64_t x_row, out_row, num_rows, in_features, out_features, is_bf16, num_threads;
 } linear_arguments;
+
+typedef struct {
+    const void *x;
+    quantised_rows to;
+    int64_t x_row, num_rows, size, is_bf16, num_threads;
+} quantise_arguments;
+
+typedef struct {
+    quantised_rows x;
+    const void *packed;
+    const int32_t *start; /* of the sums: (panels * PANEL) */
+    const float *scales;  /* of the output features, likewise padded */
+    void *out;
+    int64_t out_row, num_rows, in_features, out_features, is_bf16, num_threads;
+} linear_int8_arguments;
 
 typedef struct {
     const void *logits;

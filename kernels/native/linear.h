@@ -25,7 +25,7 @@ static void F(run_panel)(const linear_arguments *a, int64_t panel) {
     int64_t first = panel * PANEL;
     int64_t count = a->out_features - first < PANEL ? a->out_features - first : PANEL;
     F(operands) o = {a->x, x_row, (const float *)a->packed + panel * steps * PANEL, PANEL,
-                     sums, PANEL, 0, steps};
+                     sums, PANEL, 0, 0, steps};
     int64_t groups = (a->num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t row = 0; row < a->num_rows; groups--) {
         /* Groups of nearly one size: a small one would wait for its operands. */
@@ -38,7 +38,7 @@ static void F(run_panel)(const linear_arguments *a, int64_t panel) {
 }
 
 EXPORT int F(linear)(const linear_arguments *a) {
-    if (a->is_bf16 && ISA_LEVEL < 3) return NOT_SUPPORTED;
+    if (a->is_bf16 && ISA_LEVEL < 4) return NOT_SUPPORTED;
     int64_t panels = (a->out_features + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static) num_threads((int)a->num_threads)
     for (int64_t panel = 0; panel < panels; panel++) F(run_panel)(a, panel);

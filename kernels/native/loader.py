@@ -12,10 +12,19 @@ import torch
 
 from kernels.native.build import NativeUnavailable, build_library
 
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512bf16")
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16")
 """From what every processor has to the fastest; each includes those before it."""
 
-OPERATIONS = ("varlen_paged_attention", "rope_write_kv", "rms_norm", "silu_mul", "linear", "greedy")
+OPERATIONS = (
+    "varlen_paged_attention",
+    "rope_write_kv",
+    "rms_norm",
+    "silu_mul",
+    "quantise",
+    "linear",
+    "linear_int8",
+    "greedy",
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the native operations take."""

@@ -2,10 +2,12 @@
 
 #include "vector.h"
 #include "product.h"
+#include "quantise.h"
 #include "attention_pack.h"
 #include "attention_task.h"
 #include "attention.h"
 #include "linear.h"
+#include "linear_int8.h"
 #include "elementwise.h"
 
 #undef F
@@ -17,3 +19,4 @@
 #undef vi
 #undef vu
 #undef vh
+#undef vb

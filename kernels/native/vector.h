@@ -1,7 +1,7 @@
 /* Vectors of LANES floats, by the compiler's own vector types; included once per instruction set.
  *
  * Expects: F(name), which adds the instruction set's suffix; ISA_LEVEL: 0 what every processor of
- * the kind has, 1 AVX2 and FMA, 2 AVX-512, 3 AVX-512 with bfloat16 products.
+ * the kind has, 1 AVX2 and FMA, 2 AVX-512, 3 also its byte products (VNNI), 4 also those of bfloat16.
  *
  * Invariants: maximum(a, b) gives b where a is NaN; nothing here rounds other than IEEE says.
  */
@@ -25,11 +25,13 @@
 #define vi F(vi)
 #define vu F(vu)
 #define vh F(vh)
+#define vb F(vb)
 
 typedef float vf __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES), may_alias));
+typedef uint8_t vb __attribute__((vector_size(LANES), may_alias));
 
 INLINE vf F(splat)(float x) { return x - (vf){0}; }
 
@@ -72,6 +74,27 @@ INLINE vi F(iota)(void) {
 }
 
 INLINE vf F(to_float)(vi x) { return __builtin_convertvector(x, vf); }
+
+/* To the nearest whole number, ties to even; |x| below 2^31. */
+INLINE vi F(to_int)(vf x) {
+#if ISA_LEVEL >= 2
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif ISA_LEVEL == 1
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+    vi whole;
+    for (int i = 0; i < LANES; i++) whole[i] = (int32_t)lrintf(x[i]);
+    return whole;
+#endif
+}
+
+/* The lowest byte of every lane. */
+INLINE vb F(to_bytes)(vi x) {
+#if ISA_LEVEL >= 2
+    return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#endif
+    return __builtin_convertvector(x, vb);
+}
 
 /* The upper half of 2 * width lanes moved down. */
 INLINE vf F(fold)(vf x, const int width) {
@@ -192,12 +215,40 @@ INLINE void F(transpose)(vf *rows) {
     }
 }
 
-/* sums + a * b; with `pairs`, every 32 bits hold two bfloat16 and both products are added. */
-INLINE vf F(multiply_add)(vf sums, vf a, vf b, const int pairs) {
+/* sums + a * b in int32: four unsigned bytes of a by four signed ones of b in every 32 bits. Exact:
+ * nothing is saturated on the way. */
+INLINE vi F(multiply_add_bytes)(vi sums, vu a, vi b) {
 #if ISA_LEVEL >= 3
-    if (pairs) return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+    return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif ISA_LEVEL >= 1
+    /* As 16-bit numbers: the even bytes, then the odd ones. */
+    vu a_even = a & 0x00FF00FFu, a_odd = (a >> 8) & 0x00FF00FFu;
+#if ISA_LEVEL == 2
+    __m512i b_even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8);
+    __m512i b_odd = _mm512_srai_epi16((__m512i)b, 8);
+    vi even = (vi)_mm512_madd_epi16((__m512i)a_even, b_even);
+    vi odd = (vi)_mm512_madd_epi16((__m512i)a_odd, b_odd);
 #else
-    (void)pairs;
+    __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8);
+    __m256i b_odd = _mm256_srai_epi16((__m256i)b, 8);
+    vi even = (vi)_mm256_madd_epi16((__m256i)a_even, b_even);
+    vi odd = (vi)_mm256_madd_epi16((__m256i)a_odd, b_odd);
+#endif
+    return sums + even + odd;
+#else
+    for (int i = 0; i < 32; i += 8) {
+        vi byte = (vi)((vu)b << (24 - i)) >> 24;
+        sums = sums + (vi)((a >> i) & 0xFFu) * byte;
+    }
+    return sums;
+#endif
+}
+
+/* sums + a * b, where every 32 bits hold what `kind` says: see product.h. */
+INLINE vf F(multiply_add)(vf sums, vf a, vf b, const int kind) {
+    if (kind == BYTES) return (vf)F(multiply_add_bytes)((vi)sums, (vu)a, (vi)b);
+#if ISA_LEVEL >= 4
+    if (kind == PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 #endif
     return a * b + sums;
 }

@@ -65,7 +65,7 @@ def _score_reference(settings: Settings, reference: Path) -> dict[str, Any]:
     _require_file(reference)
     runner, dtype = _load(settings)
     try:
-        return {"dtype": dtype, **teacher_forced_logprobs(runner, reference)}
+        return {**_precision(settings, dtype), **teacher_forced_logprobs(runner, reference)}
     except ValueError as error:
         raise Problem("E106", "Reference refused", cause=str(error)) from error
 
@@ -86,7 +86,12 @@ def _measure_text(settings: Settings, text: Path, tokens: int) -> dict[str, Any]
         value = perplexity(runner, token_ids, tokens)
     except ValueError as error:
         raise Problem("E105", "Text cannot be scored", cause=str(error)) from error
-    return {"dtype": dtype, "tokens": min(len(token_ids), tokens), "perplexity": value}
+    scored = {"tokens": min(len(token_ids), tokens), "perplexity": value}
+    return {**_precision(settings, dtype), **scored}
+
+
+def _precision(settings: Settings, dtype: str) -> dict[str, str]:
+    return {"dtype": dtype, "quantization": settings.quantization}
 
 
 def _load(settings: Settings) -> tuple[ModelRunner, str]:
@@ -104,6 +109,7 @@ def _load(settings: Settings) -> tuple[ModelRunner, str]:
             progress=ProgressLine("model").update,
             num_threads=settings.threads or None,
             native_cache=settings.native_path,
+            quantization=settings.quantization,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model file refused", cause=str(error)) from error

@@ -35,6 +35,7 @@ class ClusterOptions:
     served_name: Annotated[str | None, _knob("served_name")] = None
     dtype: Annotated[str | None, _knob("dtype")] = None
     num_admissions: Annotated[int | None, _knob("num_admissions")] = None
+    quantization: Annotated[str | None, _knob("quantization")] = None
     http_host: Annotated[str | None, _knob("http_host")] = None
     http_port: Annotated[int | None, _knob("http_port")] = None
     api_key_file: Annotated[str | None, _knob("api_key_file")] = None

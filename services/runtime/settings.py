@@ -74,6 +74,9 @@ class Settings:
     model: str = _knob("smollm2-135m", "model name, GGUF file, or Hugging Face directory")
     served_name: str = _knob("", "name in subjects and /v1/models", pattern=f"(|{_ID})")
     dtype: str = _knob("auto", "type of the weights", choices=("auto", "float32", "bfloat16"))
+    quantization: str = _knob(
+        "none", "of the linears: int8 weights and activations", choices=("none", "int8")
+    )
     worker: str = _knob("model", "what executes plans", choices=("model", "stub"))
     step_ms: float = _knob(5.0, "length of a stub worker's step, ms", low=0.0, high=60_000.0)
     threads: int = _knob(0, "threads of the worker's kernels, 0: all cores", low=0, high=1024)

@@ -103,6 +103,8 @@ def test_threads_are_those_of_torch(native: NativeKernels) -> None:
         (arguments.RmsNormArguments, "rms_norm_arguments"),
         (arguments.SiluMulArguments, "silu_mul_arguments"),
         (arguments.LinearArguments, "linear_arguments"),
+        (arguments.QuantiseArguments, "quantise_arguments"),
+        (arguments.LinearInt8Arguments, "linear_int8_arguments"),
         (arguments.GreedyArguments, "greedy_arguments"),
     ],
 )
@@ -112,6 +114,9 @@ def test_structures_are_declared_alike(structure: type[ctypes.Structure], name: 
     declared = re.search(r"typedef struct \{([^}]*)\} " + name, header)
     assert declared is not None
     text = re.sub(r"/\*.*?\*/", "", declared.group(1))
+    # Quantised rows are a structure of two addresses within the structure.
+    text = re.sub(r"quantised_rows x;", "*x_values, *x_scales;", text)
+    text = re.sub(r"quantised_rows to;", "*values, *scales;", text)
     fields = re.findall(r"(\w+)\s*[,;]", text)
     assert [field[0] for field in structure._fields_] == fields
     assert ctypes.sizeof(structure) == 8 * len(fields)

@@ -86,6 +86,23 @@ def test_bfloat16_stays_close(tiny_directory: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_int8_stays_close(tmp_path: Path, native: str) -> None:
+    path = write_directory(tmp_path / "tiny", Tiny(intermediate_size=128, num_heads=8))
+    tokens = list(range(3, 40))
+    exact = perplexity(load(path), tokens, 64)
+    runner = load(path, quantization="int8", native=native)
+    assert perplexity(runner, tokens, 64) == pytest.approx(exact, rel=0.02)
+    assert perplexity(runner, tokens, 64, chunk_tokens=5) == pytest.approx(exact, rel=0.02)
+
+
+def test_int8_refuses_sizes_it_does_not_take(tiny_directory: Path) -> None:
+    with pytest.raises(ValueError, match="int8 does not take products over"):
+        load(tiny_directory, quantization="int8")
+    with pytest.raises(ValueError, match="'int3' is not one of"):
+        load(tiny_directory, quantization="int3")
+
+
 def test_perplexity_scores_all_tokens_but_the_first(tiny_directory: Path) -> None:
     runner = load(tiny_directory)
     logprobs = token_logprobs(runner, [1, 7, 8, 9])
