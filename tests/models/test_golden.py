@@ -19,9 +19,11 @@ LOGPROB_TOLERANCE = 1e-3
 """The reference's numbers are rounded to 5 digits, and its sums run in another order."""
 
 BFLOAT16_PERPLEXITY_TOLERANCE = 0.01
+INT8_PERPLEXITY_TOLERANCE = 0.03
+"""400 tokens are few; over 4,096 it is below 0.01 (``kernels/NOTES.md``)."""
 
 
-def load(model_path: Path, dtype: str, block_size: int) -> ModelRunner:
+def load(model_path: Path, dtype: str, block_size: int, quantization: str = "none") -> ModelRunner:
     return ModelRunner(
         model_path,
         dtype,
@@ -30,6 +32,7 @@ def load(model_path: Path, dtype: str, block_size: int) -> ModelRunner:
         max_model_len=2048,
         progress=lambda fraction, text: None,
         num_threads=2,
+        quantization=quantization,
     )
 
 
@@ -103,3 +106,15 @@ def test_perplexity_of_bfloat16_stays_near_float32(
     assert perplexity(float32_runner, text, 400, chunk_tokens=37) == pytest.approx(exact, rel=1e-4)
     rounded = perplexity(bfloat16_runner, text, 400)
     assert rounded == pytest.approx(exact, rel=BFLOAT16_PERPLEXITY_TOLERANCE)
+
+
+def test_perplexity_of_int8_stays_near_float32(
+    model_path: Path, float32_runner: ModelRunner, golden_cases: list[dict[str, Any]]
+) -> None:
+    int8_runner = load(model_path, "bfloat16", 16, "int8")
+    text = max((case["prompt_token_ids"] for case in golden_cases), key=len)
+    exact = perplexity(float32_runner, text, 400)
+    rounded = perplexity(int8_runner, text, 400)
+    assert rounded == pytest.approx(exact, rel=INT8_PERPLEXITY_TOLERANCE)
+    # Exact sums: how a text is cut into chunks changes what attention rounds, and nothing else.
+    assert perplexity(int8_runner, text, 400, chunk_tokens=37) == rounded
