@@ -116,7 +116,8 @@ async def _serve(
     gateway = Gateway(client, view, body_limit=client.max_payload)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = _Server(_config(Guard(build_app(gateway), keys)), gateway, url)
+    app = Guard(build_app(gateway), keys, local=is_loopback(settings.http_host))
+    server = _Server(_config(app), gateway, url)
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, server.stop)

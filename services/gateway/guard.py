@@ -2,7 +2,8 @@
 
 Invariants: where keys are asked for, every path needs one but those in OPEN_PATHS; the decision is
 made of the path that the router will see, and of nothing that a client can dress up (no Host, no
-method, no prefix).
+method, no prefix). Where none are, on loopback, a web page of somebody else cannot use a browser on
+this machine as its way in: neither by its own origin nor by a name that leads here.
 
 Shell: HTTP.
 """
@@ -10,11 +11,13 @@ Shell: HTTP.
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.refusals import Refusal
+from services.runtime.bus_url import is_loopback
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """For probes; they tell nothing of models or requests."""
@@ -24,15 +27,20 @@ MAX_HEAD_BYTES: Final = 32 * 1024
 """Request target and headers. The parser cuts a head that comes in pieces at the same length."""
 
 UNAUTHORIZED: Final = 401
+FORBIDDEN: Final = 403
 HEAD_TOO_LARGE: Final = 431
 
 
 class Guard:
-    """An ASGI application before another one; without `keys` everybody may pass."""
+    """An ASGI application before another one.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+    keys: who may pass; None for everybody. local: the gateway listens on loopback.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, *, local: bool) -> None:
         self._app = app
         self._keys = keys
+        self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
@@ -50,14 +58,33 @@ class Guard:
         if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
             message = f"a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of them"
             return Refusal(HEAD_TOO_LARGE, "headers_too_large", message)
-        if self._keys is None or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             return None
-        if self._keys.allow(_authorization(headers)):
+        if self._keys is None:
+            return _refuse_foreign(headers) if self._local else None
+        if self._keys.allow(_only(headers, b"authorization")):
             return None
         return Refusal(UNAUTHORIZED, "invalid_api_key", "an API key of this server is needed")
 
 
-def _authorization(headers: list[tuple[bytes, bytes]]) -> str:
-    """The one `Authorization` header; "" where there is none, or more than one."""
-    values = [value for name, value in headers if name == b"authorization"]
+def _refuse_foreign(headers: list[tuple[bytes, bytes]]) -> Refusal | None:
+    """A browser says which page asks (`Origin`), and by which name it came here (`Host`)."""
+    host, origin = _only(headers, b"host"), _only(headers, b"origin")
+    places = [f"//{host}"] * bool(host) + [origin] * bool(origin)
+    if all(is_loopback(_hostname(place)) for place in places):
+        return None
+    message = "without API keys this server answers to loopback names only, and to no foreign page"
+    return Refusal(FORBIDDEN, "foreign_origin", message)
+
+
+def _hostname(place: str) -> str:
+    try:
+        return urlsplit(place).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _only(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str:
+    """The one header of this name; "" where there is none, or more than one."""
+    values = [value for name, value in headers if name == wanted]
     return values[0].decode("latin-1") if len(values) == 1 else ""

@@ -18,10 +18,12 @@ import pytest
 from nats.aio.client import Client as Connection
 from nats.aio.msg import Msg
 
+from services.cli.bus import connect
 from services.contracts.permissions import User, inbox_prefix
 from services.contracts.subjects import Subjects
 from services.runtime.bus_access import BusAccess
 from services.runtime.nats_server import NatsServer
+from services.runtime.problem import Problem
 
 pytestmark = pytest.mark.nats
 
@@ -228,3 +230,20 @@ async def test_files_and_arguments_tell_no_password(
         assert password not in arguments
         for path in files:
             assert password not in path.read_text(errors="replace"), path
+
+
+async def test_a_command_says_that_it_was_refused(server: NatsServer, access: BusAccess) -> None:
+    with pytest.raises(Problem, match="E205") as caught:
+        async with connect(server.url) as anybody:
+            await anybody.subscribe("streetcar.v1.beat.*.*")
+            await _settle([Person("client", anybody)])
+    assert "streetcar.v1.beat" in caught.value.cause
+    url = access.url(server.url, User.SCHEDULER)
+    with pytest.raises(Problem, match="E205") as caught:
+        async with connect(url) as scheduler:
+            await scheduler.subscribe("_INBOX.>")
+            await _settle([Person("scheduler", scheduler)])
+    assert access.passwords[User.SCHEDULER] not in "".join(caught.value.lines())
+    async with connect(url) as scheduler:
+        await scheduler.subscribe("streetcar.v1.beat.scheduler.*")
+        await _settle([Person("scheduler", scheduler)])

@@ -241,7 +241,7 @@ def _is_whole(answer: bytes) -> bool:
 
 
 def _post(length: str, *headers: str) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "host: h", length, *headers, "", ""]
+    lines = ["POST /v1/completions HTTP/1.1", "host: localhost", length, *headers, "", ""]
     return "\r\n".join(lines).encode()
 
 
@@ -261,7 +261,7 @@ SHAPES: Final[dict[str, tuple[list[bytes], set[int]]]] = {
         TOO_MUCH,
     ),
     "200 headers": ([_post("content-length: 9", *[f"x{i}: y" for i in range(200)])], TOO_MUCH),
-    "a path of 1 MiB": ([b"GET /" + _MIB + b" HTTP/1.1\r\nhost: h\r\n\r\n"], TOO_MUCH),
+    "a path of 1 MiB": ([b"GET /" + _MIB + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"], TOO_MUCH),
     "100 MB declared": ([_post("content-length: 100000000"), _MIB], {413}),
     "100 MB sent": (
         [_post("transfer-encoding: chunked"), *[b"100000\r\n" + _MIB + b"\r\n"] * 100],

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -41,6 +43,7 @@ say so come every 250 ms.
 """
 
 BEAT_S = 0.5
+ASKED = ((21, 150), (22, 20))
 FORGED = (
     *("streetcar.v1.engine.engine-0.result", "streetcar.v1.generate.smollm2-135m"),
     *("$SRV.PING", "$SYS.REQ.SERVER.PING", "_INBOX", "_INBOXES.x", "_INBOX_admission.x.y"),
@@ -244,6 +247,23 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
             pass
 
 
+async def test_case_45_a_queued_request_outlives_the_worker(narrow_mesh: Mesh) -> None:
+    """One runs, one is accepted and waits, the worker is killed: both are answered, once."""
+    mesh, worker = narrow_mesh, narrow_mesh.child_pid("gpu_worker")
+    async with Client(mesh.nats_url) as client, heartbeats(mesh.nats_url) as beats:
+        expected = [(await greedy(client, [first, 7], count)).token_ids for first, count in ASKED]
+        running = asyncio.create_task(greedy(client, [ASKED[0][0], 7], ASKED[0][1]))
+        await beats.until(lambda beats: beats.engine.num_running == 1)
+        waiting = asyncio.create_task(greedy(client, [ASKED[1][0], 7], ASKED[1][1]))
+        await beats.until(lambda beats: beats.engine.num_waiting == 1)
+        os.kill(worker, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(running, waiting)
+        assert [answer.token_ids for answer in answers] == expected
+        await beats.until(is_quiet)
+    assert mesh.child_pid("gpu_worker") not in {0, worker}
+
+
 async def test_case_48_answers_of_one_call_do_not_mix_with_those_of_the_next(
     stub_mesh: Mesh,
 ) -> None:
@@ -338,7 +358,9 @@ async def test_a_reader_that_does_not_read(stub_mesh: Mesh, stub_beats: Beats) -
     body = json.dumps({"model": MODEL, "prompt": "Hi", "stream": True, **LONG}).encode()
     host, _, port = stub_mesh.http_url.removeprefix("http://").partition(":")
     _reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await stub_beats.until(lambda beats: beats.engine.num_running == 1)
     async with Client(stub_mesh.nats_url) as client:

@@ -177,8 +177,38 @@ async def test_two_authorizations_are_none(path: Path, key: str) -> None:
         assert (await http.get("/v1/models", headers=both)).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "localhost", "origin": "http://localhost:3000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:80"}, 403),
+        ({"host": "evil.example@127.0.0.1"}, 200),
+        ({"host": "localhost", "origin": "https://evil.example"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+        ({"host": "localhost", "origin": "https://localhost.evil.example"}, 403),
+        ({"host": "[", "origin": "http://["}, 403),
+    ],
+)
+async def test_no_page_of_others_comes_in_by_a_browser(
+    path: Path, headers: dict[str, str], status: int
+) -> None:
+    """By its own origin, or by a name of its own that leads to loopback (DNS rebinding)."""
+    transport = httpx.ASGITransport(app=Guard(_app(), None, local=True))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        assert (await http.get("/v1/models", headers=headers)).status_code == status
+        assert (await http.get("/livez", headers=headers)).status_code == 200
+    # With keys, or on the network, names are whatever people call the server.
+    elsewhere = httpx.ASGITransport(app=Guard(_app(), None, local=False))
+    async with httpx.AsyncClient(transport=elsewhere, base_url="http://127.0.0.1") as http:
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+
+
 def _client(path: Path) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=Guard(_app(), ApiKeys(path)))
+    transport = httpx.ASGITransport(app=Guard(_app(), ApiKeys(path), local=True))
     return httpx.AsyncClient(transport=transport, base_url="http://h")
 
 

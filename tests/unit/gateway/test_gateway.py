@@ -366,7 +366,9 @@ async def test_a_body_over_the_bus_limit(
 async def test_a_body_that_claims_to_be_endless_is_not_read(fake: FakeAdmission) -> None:
     host, port = fake.gateway_url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: 99999999999\r\n\r\n"
+    )
     async with asyncio.timeout(5):
         assert b"413" in await reader.readline()
     writer.close()
