@@ -6,8 +6,13 @@ Copy this file into a program of your own; it needs `nats-py` and `msgpack`, not
         async for frame in client.generate("smollm2-135m", prompt="Hi", max_tokens=20):
             show(frame["text"])
 
-Invariants: every token of an answer comes once and in order (repeated ones are trimmed, missing
-ones are an error); a generator that is closed early cancels its request.
+Invariants: every token of an answer comes once and in order, whatever dies meanwhile (what is
+missing is asked for again, what is known is trimmed); a generator that is closed early cancels its
+request; nothing is waited for without an end.
+
+    generate ─▶ frames ─▶ the last one
+        │ silence of a second, a gap, a new connection ─▶ resume.<request_id>, from what we have
+        └ nobody answers that three times ─▶ generate again, as a retry with the same id and seed
 
 Shell: owns one connection to the bus.
 """
@@ -18,6 +23,8 @@ import asyncio
 import contextlib
 import itertools
 import re
+import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, Final, Self
@@ -30,10 +37,18 @@ from nats.aio.msg import Msg
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 CONNECT_TIMEOUT_S: Final = 5.0
 MAX_QUEUED_FRAMES: Final = 4096
-"""Of one request; a reader that is further behind has lost frames, which is an error."""
+"""Of one request; a reader that is further behind is too slow for its stream."""
+
+ASK_AFTER_S: Final = 1.0
+MAX_ASK_AFTER_S: Final = 8.0
+"""While the request is somebody's and nothing is new, it is asked for more and more rarely."""
+
+UNANSWERED: Final = 3
+RETRY_AFTER_S: Final = 0.25
+ABSENCE_S: Final = 10.0
+"""A mesh that has answered before is waited for so long: its services may be starting again."""
 
 Frame = dict[str, Any]
-_Queue = asyncio.Queue[Msg]
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -56,20 +71,23 @@ class Client:
         *,
         prefix: str = "streetcar.v1",
         inbox_prefix: str = "_INBOX",
-        first_frame_timeout_s: float = 60.0,
+        first_frame_timeout_s: float = 120.0,
         next_frame_timeout_s: float = 120.0,
     ) -> None:
         """inbox_prefix: first token of the inboxes that the bus lets this user read.
-        first_frame_timeout_s: then the request is sent once more, and given up after as long."""
+
+        A request ends with `timeout` where nothing new comes for so long.
+        """
+        self.first_frame_timeout_s = first_frame_timeout_s
+        self.next_frame_timeout_s = next_frame_timeout_s
+        self.prefix = prefix
+        self.inbox = ""
+        self.answered: set[str] = set()
         self._url = url
-        self._prefix = prefix
         self._inbox_prefix = inbox_prefix
-        self._first_frame_timeout_s = first_frame_timeout_s
-        self._next_frame_timeout_s = next_frame_timeout_s
         self._connection = Connection()
-        self._inbox = ""
         self._numbers = itertools.count(1)
-        self._queues: dict[str, _Queue] = {}
+        self._calls: dict[str, _Call] = {}
 
     async def __aenter__(self) -> Self:
         """Connect. Raises StreetcarClientError where no server answers."""
@@ -79,16 +97,20 @@ class Client:
                     servers=self._url.split(","),
                     inbox_prefix=self._inbox_prefix,
                     max_reconnect_attempts=-1,
+                    reconnect_time_wait=RETRY_AFTER_S,  # type: ignore[arg-type]
+                    ping_interval=2,
+                    max_outstanding_pings=2,
                     pending_size=0,  # a request that waits out an outage comes too late
                     error_cb=_ignore,
+                    reconnected_cb=self._reconnected,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
             await self.__aexit__()
             # What comes before the host may be a password.
             message = f"no nats-server answers at {self._url.rpartition('@')[2]}"
             raise StreetcarClientError("no_server", message, 503) from error
-        self._inbox = self._connection.new_inbox()
-        await self._connection.subscribe(f"{self._inbox}.*", cb=self._deliver)
+        self.inbox = self._connection.new_inbox()
+        await self._connection.subscribe(f"{self.inbox}.*", cb=self._deliver)
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -114,118 +136,228 @@ class Client:
         Close the generator (`contextlib.aclosing`) to stop early. Raises StreetcarClientError.
         """
         request = {"request_id": request_id or uuid.uuid4().hex, **fields}
+        if request.get("seed") is None:
+            # Drawn here, so that a retry is the same request and gets the same tokens.
+            request["seed"] = secrets.randbits(63)
         headers = {"traceparent": traceparent} if traceparent else None
         number = str(next(self._numbers))
-        queue = self._queues[number] = asyncio.Queue(MAX_QUEUED_FRAMES)
-        received, finished = _Received(), False
+        call = self._calls[number] = _Call(self, model, request, number, headers)
+        finished = False
         try:
-            await self._send(model, request, number, headers)
-            try:
-                message = await _next(queue, self._first_frame_timeout_s)
-            except StreetcarClientError:
-                await self._send(model, request | {"retry": True}, number, headers)
-                message = await _next(queue, self._first_frame_timeout_s)
+            await call.send()
             while not finished:
-                frame = _open(message, model)
+                frame = await call.next()
                 finished = frame["finish_reason"] is not None
-                if received.trim(frame) or finished:
-                    yield frame
-                if not finished:
-                    message = await _next(queue, self._next_frame_timeout_s)
+                yield frame
         except StreetcarClientError as error:
             # What the mesh itself has ended needs no cancel.
-            finished = error.code not in {"lost_frames", "timeout"}
+            finished = error.code not in {"slow_client", "timeout"}
             raise
         finally:
-            del self._queues[number]
+            del self._calls[number]
             if not finished:
                 await self.cancel(request["request_id"])
 
     async def cancel(self, request_id: str) -> None:
         """Stop a request, wherever it is; one that is not known (yet) will not start either."""
         with contextlib.suppress(nats.errors.Error):
-            await self._connection.publish(f"{self._prefix}.cancel.{request_id}", b"")
+            await self.publish(f"cancel.{request_id}", b"")
 
-    async def _send(
-        self, model: str, request: Frame, number: str, headers: dict[str, str] | None
+    async def publish(self, subject: str, payload: bytes, **more: Any) -> None:
+        """To `subject` below the prefix. Raises nats.errors.Error where the bus is away."""
+        await self._connection.publish(f"{self.prefix}.{subject}", payload, **more)
+
+    async def _deliver(self, message: Msg) -> None:
+        call = self._calls.get(message.subject.rpartition(".")[2])
+        if call is not None and call.put(message):
+            await self.cancel(call.request_id)
+
+    async def _reconnected(self) -> None:
+        for call in self._calls.values():
+            call.ask_now()
+
+
+class _Call:
+    """One request: what came of it, and when to ask for more."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        request: Frame,
+        number: str,
+        headers: dict[str, str] | None,
     ) -> None:
+        self.request_id: str = request["request_id"]
+        self._client = client
+        self._model = model
+        self._request = request
+        self._inbox = f"{client.inbox}.{number}"
+        self._headers = headers
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
+        self._received = Received()
+        self._slow = False
+        self._unanswered = 0
+        self._pause_s = ASK_AFTER_S
+        self._asked_s = self._new_s = time.monotonic()
+        self._absent_s = 0.0
+
+    def put(self, message: Msg) -> bool:
+        """-> True where it is one more than may wait: the reader is too slow."""
+        if self._slow:
+            return False
+        self._slow = self._queue.full()
+        if not self._slow:
+            self._queue.put_nowait(message)
+        return self._slow
+
+    def ask_now(self) -> None:
+        """The connection is new: what was published meanwhile is lost."""
+        self._unanswered = max(self._unanswered, UNANSWERED - 1)
+        if not self._queue.full():
+            self._queue.put_nowait(None)
+
+    async def send(self, *, retry: bool = False) -> None:
         # Both names become tokens of a subject.
-        if not _ID.fullmatch(model):
-            raise StreetcarClientError("model_not_found", f"no model {model[:80]!r}", 404)
-        if not _ID.fullmatch(request["request_id"]):
+        if not _ID.fullmatch(self._model):
+            raise StreetcarClientError("model_not_found", f"no model {self._model[:80]!r}", 404)
+        if not _ID.fullmatch(self.request_id):
             message = f"request_id must match {_ID.pattern}"
             raise StreetcarClientError("invalid_request", message, 400)
+        request = self._request | {"retry": True} if retry else self._request
         try:
             payload: bytes = msgpack.packb(request)
         except (TypeError, ValueError, OverflowError) as error:
             message = f"the request cannot be written as MessagePack: {error}"
             raise StreetcarClientError("invalid_request", message, 400) from None
-        if len(payload) > self.max_payload:
-            message = f"the request has {len(payload)} bytes, the bus takes {self.max_payload}"
+        if len(payload) > self._client.max_payload:
+            message = (
+                f"the request has {len(payload)} bytes, the bus takes {self._client.max_payload}"
+            )
             raise StreetcarClientError("payload_too_large", message, 413)
-        subject, reply = f"{self._prefix}.generate.{model}", f"{self._inbox}.{number}"
+        subject = f"generate.{self._model}"
         try:
-            await self._connection.publish(subject, payload, reply=reply, headers=headers)
+            await self._client.publish(subject, payload, reply=self._inbox, headers=self._headers)
         except nats.errors.Error as error:
-            message = f"the bus is away ({type(error).__name__})"
-            raise StreetcarClientError("no_server", message, 503) from error
+            if not retry:
+                message = f"the bus is away ({type(error).__name__})"
+                raise StreetcarClientError("no_server", message, 503) from error
 
-    async def _deliver(self, message: Msg) -> None:
-        queue = self._queues.get(message.subject.rpartition(".")[2])
-        if queue is None:
+    async def next(self) -> Frame:
+        """The next frame with something new, or the last one."""
+        while True:
+            message = await self._wait()
+            if self._slow and self._queue.empty():
+                text = f"the reader is {MAX_QUEUED_FRAMES} frames behind"
+                raise StreetcarClientError("slow_client", text, 499)
+            if message is None:
+                await self._ask()
+                continue
+            frame = await self._read(message)
+            if frame is not None:
+                return frame
+
+    async def _wait(self) -> Msg | None:
+        """The next message, or None where it is time to ask. Raises at the end of patience."""
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        client = self._client
+        begun = self._received.num_tokens > 0
+        patience_s = client.next_frame_timeout_s if begun else client.first_frame_timeout_s
+        left_s = self._new_s + patience_s - time.monotonic()
+        if left_s <= 0:
+            raise StreetcarClientError("timeout", f"nothing new for {patience_s:g} s", 504)
+        try:
+            async with asyncio.timeout(min(left_s, self._pause_s)):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+    async def _ask(self) -> None:
+        """Who has our request? The owner answers with frames; where nobody does, send it again."""
+        self._asked_s = time.monotonic()
+        if self._unanswered >= UNANSWERED:
+            self._unanswered = 0
+            await self.send(retry=True)
             return
-        if queue.full():
-            # The reader finds the gap in the offsets.
-            queue.get_nowait()
-        queue.put_nowait(message)
+        self._unanswered += 1
+        payload = msgpack.packb({"offset": self._received.num_tokens})
+        with contextlib.suppress(nats.errors.Error):
+            await self._client.publish(f"resume.{self.request_id}", payload)
+
+    async def _read(self, message: Msg) -> Frame | None:
+        """The frame where it has something new, or is the last; raises for one that is an error."""
+        headers = message.headers or {}
+        if not message.data and headers.get("Status") == "503":
+            text = f"nobody serves {self._model!r}"
+            self._absent(StreetcarClientError("no_worker", text, 503))
+            return None
+        frame: Frame = msgpack.unpackb(message.data)
+        if error := frame.get("error"):
+            status = int(headers.get("Nats-Service-Error-Code", "500"))
+            problem = StreetcarClientError(error["code"], error["message"], status)
+            if problem.code == "draining" and not self._received.num_tokens:
+                # That admission is leaving; another one is there, or comes.
+                self._absent(problem)
+                return None
+            raise problem
+        self._client.answered.add(self._model)
+        self._unanswered, self._absent_s = 0, 0.0
+        new = self._received.trim(frame)
+        if new is None:
+            # Frames before it were lost; those that follow, too, until the owner has heard.
+            if time.monotonic() - self._asked_s > RETRY_AFTER_S:
+                await self._ask()
+            return None
+        if not new and frame["finish_reason"] is None:
+            self._pause_s = min(2 * self._pause_s, MAX_ASK_AFTER_S)
+            return None
+        self._pause_s, self._new_s = ASK_AFTER_S, time.monotonic()
+        return frame
+
+    def _absent(self, problem: StreetcarClientError) -> None:
+        """Nobody took it. Where the mesh has answered before, it is sent again in a moment."""
+        now_s = time.monotonic()
+        self._absent_s = self._absent_s or now_s
+        if self._model not in self._client.answered or now_s - self._absent_s > ABSENCE_S:
+            raise problem
+        self._unanswered, self._pause_s = UNANSWERED, RETRY_AFTER_S
 
 
-class _Received:
-    """What the reader has. starts: by frame offset, how many characters came before that frame."""
+class Received:
+    """What the reader has. starts: by frame offset, how many characters came before that frame.
+
+    The text of k tokens is always the same, so frames of another sender, or cut elsewhere, fit.
+    """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_chars = 0
         self.starts = {0: 0}
+        self._has_prompt = False
 
-    def trim(self, frame: Frame) -> bool:
-        """Cut from `frame` what the reader has already; False where nothing is left."""
-        offset = frame["offset"]
+    def trim(self, frame: Frame) -> bool | None:
+        """Cut from `frame` what the reader has -> whether anything is left; None for a gap."""
+        offset, token_ids, text = frame["offset"], frame["token_ids"], frame["text"]
         start = self.starts.get(offset)
         if start is None:
-            message = f"tokens after the {self.num_tokens}th of the answer were lost"
-            raise StreetcarClientError("lost_frames", message, 502)
+            if token_ids or frame["finish_reason"] is None or offset > self.num_tokens:
+                return None
+            # The end of a request of which we have more than who ended it.
+            offset, start = self.num_tokens, self.num_chars
+        if frame["finish_reason"] is None:
+            self.starts.setdefault(offset + len(token_ids), start + len(text))
         known = self.num_tokens - offset
-        frame["text"] = frame["text"][self.num_chars - start :]
         frame["offset"] = self.num_tokens
+        frame["text"] = text[self.num_chars - start :]
         for name in ("token_ids", "logprobs"):
             frame[name] = frame[name][known:] if frame.get(name) else frame.get(name)
+        if self._has_prompt:
+            frame["prompt_logprobs"] = None
+        self._has_prompt = self._has_prompt or bool(frame.get("prompt_logprobs"))
         self.num_tokens += len(frame["token_ids"])
         self.num_chars += len(frame["text"])
-        self.starts.setdefault(self.num_tokens, self.num_chars)
         return bool(frame["token_ids"] or frame["text"] or frame.get("prompt_logprobs"))
-
-
-def _open(message: Msg, model: str) -> Frame:
-    """The frame in `message`; raises for one that says an error, or that nobody is there."""
-    headers = message.headers or {}
-    if not message.data and headers.get("Status") == "503":
-        raise StreetcarClientError("no_worker", f"nobody serves {model!r}", 503)
-    frame: Frame = msgpack.unpackb(message.data)
-    if error := frame.get("error"):
-        status = int(headers.get("Nats-Service-Error-Code", "500"))
-        raise StreetcarClientError(error["code"], error["message"], status)
-    return frame
-
-
-async def _next(queue: _Queue, timeout_s: float) -> Msg:
-    if not queue.empty():
-        return queue.get_nowait()
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await queue.get()
-    except TimeoutError:
-        raise StreetcarClientError("timeout", f"no frame for {timeout_s:g} s", 504) from None
 
 
 async def _ignore(_error: Exception) -> None:

@@ -1,12 +1,15 @@
 """The request table: every open request, from its ticket to its one terminal frame.
 
     ticket ─▶ submitted ─▶ streaming ─▶ terminal frame ─▶ acknowledged to the scheduler, forgotten
-                 │ refused ─────────────▶ error frame
-                 └ cancelled, expired, stop string ─▶ terminal frame + abort
+        │        │ refused ─────────────▶ error frame
+        │        │ another admission has it ─▶ forgotten without a word
+        │        └ cancelled, expired, stop string, unheard ─▶ terminal frame + abort
+        └ no engine, but lately there was one ─▶ waits for it
 
-Invariants: exactly one terminal frame for each ticket, and nothing after it; tokens are shown in
-order, once; what an engine may have lost (a gap, a higher epoch) is repaired by submitting again
-what is open there.
+Invariants: exactly one terminal frame for each ticket that is its own, and nothing after it but the
+same again for who asks to resume; tokens are shown in order, and again only from where a client
+asks; what an engine may have lost (a gap, a higher epoch) is repaired by submitting again what is
+open there; after a sleep nothing is shown before the scheduler has said whose it is.
 
 Pure: time is `now_ns`, monotonic.
 """
@@ -19,15 +22,19 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from services.contracts.beats import AdmissionLoad, Beat, ServiceKind
-from services.contracts.errors import ErrorCode
+from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.limits import (
+    BEAT_PERIOD_MS,
     CANCEL_TOMBSTONE_SECONDS,
+    ENGINE_ABSENCE_SECONDS,
     MAX_LANES,
     MAX_TOMBSTONES,
+    UNHEARD_SECONDS,
 )
-from services.contracts.public import Encoding, ErrorBody, FinishReason, Frame
+from services.contracts.public import Encoding, ErrorBody, FinishReason, Frame, Usage
 from services.contracts.sequences import (
     AbortSequences,
+    AdoptSequences,
     SequenceUpdates,
     SubmitReply,
     SubmitSequence,
@@ -35,15 +42,22 @@ from services.contracts.sequences import (
 from services.contracts.streams import Arrival
 from services.contracts.vectors import unpack
 
+from .adoption import envelope_of, ticket_of
+from .ended import EndedRequests
 from .engines import Engine, EngineDirectory
-from .open_request import OpenRequest, Ticket, Vocabulary
+from .open_request import LISTENING, OpenRequest, Ticket, Vocabulary
 
 TICK_NS: Final = 50_000_000
 SUBMIT_RETRY_NS: Final = 250_000_000
-SUBMIT_GIVE_UP_NS: Final = 10_000_000_000
+SUBMIT_GIVE_UP_NS: Final = ENGINE_ABSENCE_SECONDS * 1_000_000_000
 # The scheduler ends a late sequence itself; admission does only where it does not hear from it.
 DEADLINE_GRACE_NS: Final = 500_000_000
+UNHEARD_NS: Final = UNHEARD_SECONDS * 1_000_000_000
+# Sooner than the scheduler's suspicion, three periods, by more than a message takes.
+DOUBT_AFTER_NS: Final = 5 * BEAT_PERIOD_MS * 1_000_000 // 2
 MAX_TAG: Final = 2**31 - 1
+# Refusals of an engine that is between two workers or two schedulers, or has to sort itself.
+_PASSING: Final = (ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.QUEUE_FULL)
 NEVER_NS: Final = 2**62
 
 
@@ -53,6 +67,26 @@ class CancelAsked:
 
     request_id: str
     reply: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """Its client has `offset` output tokens and wants those after them."""
+
+    request_id: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """Nobody listened where a frame of the request went."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeatSent:
+    """Our own beat has gone out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +107,29 @@ class DrainAsked:
 
 
 Event: TypeAlias = (
-    Ticket | SubmitReply | SubmitFailed | SequenceUpdates | CancelAsked | Beat | Flush | DrainAsked
+    Ticket
+    | SubmitReply
+    | SubmitFailed
+    | SequenceUpdates
+    | AdoptSequences
+    | CancelAsked
+    | ResumeAsked
+    | Unheard
+    | Beat
+    | BeatSent
+    | Flush
+    | DrainAsked
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SendFrame:
+    """watch: tell of it (Unheard) where nobody listens."""
+
     reply: str
     encoding: Encoding
     frame: Frame
+    watch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,37 +156,35 @@ Effect: TypeAlias = SendFrame | Submit | Abort | Cancelled
 
 
 class AdmissionCore:
-    """See the module. vocabularies: by served model.
-
-    first_tag: where this run's tags begin, 0 to MAX_TAG. The scheduler may still speak of sequences
-    of the run before under the same admission id, so the shell draws it.
-    """
+    """See the module. admission_id: new with every run. vocabularies: by served model."""
 
     def __init__(
-        self,
-        admission_id: str,
-        vocabularies: Mapping[str, Vocabulary],
-        max_open: int,
-        first_tag: int = 0,
+        self, admission_id: str, vocabularies: Mapping[str, Vocabulary], max_open: int
     ) -> None:
         self.admission_id = admission_id
         self.vocabularies = vocabularies
         self.max_open = max_open
         self.engines = EngineDirectory()
         self.requests: dict[str, OpenRequest] = {}
+        self.ended = EndedRequests()
         self.draining = False
+        self.leaving = False
         self._by_tag: dict[int, OpenRequest] = {}
-        self._next_tag = first_tag
+        self._next_tag = 0
         self._news: dict[str, OpenRequest] = {}
         self._aborts: dict[str, list[str]] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
-        self._abort_when_acknowledged: dict[str, str] = {}
+        self._in_air: dict[str, list[str]] = {}
         self._tick_at_ns = 0
+        self._now_ns = 0
+        self._beat_ns = NEVER_NS
+        self._in_doubt = False
         self._effects: list[Effect] = []
 
     # ---- entry
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        self._see_time(now_ns)
         match event:
             case SequenceUpdates():
                 self._on_updates(event, now_ns)
@@ -152,25 +198,37 @@ class AdmissionCore:
                 self._on_submit_failed(event, now_ns)
             case CancelAsked():
                 self._on_cancel(event, now_ns)
+            case ResumeAsked():
+                self._on_resume(event)
+            case Unheard():
+                self._on_unheard(event, now_ns)
+            case AdoptSequences():
+                self._on_offer(event, now_ns)
             case Beat():
                 self._on_beat(event, now_ns)
+            case BeatSent():
+                self._beat_ns, self._in_doubt = now_ns, False
             case DrainAsked():
                 self.draining = True
         return self._out()
 
     def tick(self, now_ns: int) -> list[Effect]:
+        self._see_time(now_ns)
         for request in list(self.requests.values()):
             if not request.submitted and now_ns >= request.submit_at_ns:
+                self._in_air.pop(request.request_id, None)
                 self._submit_again(request, now_ns)
-            elif now_ns >= _deadline_ns(request):
+            elif now_ns >= _deadline_ns(request) and not request.withheld:
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
         self._forget_tombstones(now_ns)
+        self.ended.forget_old(now_ns)
         self._tick_at_ns = now_ns + TICK_NS
         return self._out()
 
     @property
     def wake_at_ns(self) -> int | None:
-        return self._tick_at_ns if self.requests or self._tombstones else None
+        waits = self.requests or self._tombstones or self.ended
+        return self._tick_at_ns if waits else None
 
     @property
     def has_news(self) -> bool:
@@ -180,14 +238,22 @@ class AdmissionCore:
 
     def _on_ticket(self, ticket: Ticket, now_ns: int) -> None:
         known = self.requests.get(ticket.request_id)
-        if known is not None and ticket.retry:
-            known.replay(ticket)
-            self._news[ticket.request_id] = known
+        ended = self.ended.find(ticket.request_id)
+        if known is not None and _is_again(ticket, known.ticket):
+            self._ask_again(known, ticket, now_ns)
+        elif ended is not None and _is_again(ticket, ended.request.ticket):
+            for frame in ended.frames(0):
+                self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame, watch=True))
         elif known is not None:
             text = f"request_id {ticket.request_id} is in use by a running request"
             self._refuse(ticket, ErrorCode.DUPLICATE_REQUEST, text)
         elif self._tombstones.pop(ticket.request_id, None) is not None:
-            frame = Frame(request_id=ticket.request_id, offset=0, finish_reason=FinishReason.ABORT)
+            frame = Frame(
+                request_id=ticket.request_id,
+                offset=0,
+                finish_reason=FinishReason.ABORT,
+                usage=Usage(len(ticket.prompt_token_ids), 0, 0),
+            )
             self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame))
         elif self.draining:
             self._refuse(ticket, ErrorCode.DRAINING, "the service is being stopped")
@@ -199,27 +265,57 @@ class AdmissionCore:
 
     def _open(self, ticket: Ticket, now_ns: int) -> None:
         engine = self.engines.choose(ticket.model, now_ns)
-        if engine is None:
+        if engine is None and self.engines.expect(ticket.model, now_ns) is None:
             text = f"no worker serves {ticket.model} at this moment"
             self._refuse(ticket, ErrorCode.NO_WORKER, text)
             return
+        try:
+            envelope = envelope_of(ticket)
+        except RequestError as error:
+            self._refuse(ticket, error.code, error.message)
+            return
+        self._take(ticket, envelope, engine.engine_id if engine else "", now_ns)
+
+    def _take(self, ticket: Ticket, envelope: bytes, engine_id: str, now_ns: int) -> None:
         request = OpenRequest(
             ticket=ticket,
             vocabulary=self.vocabularies[ticket.model],
             tag=self._take_tag(),
             arrival_ns=now_ns,
-            engine_id=engine.engine_id,
+            engine_id=engine_id,
+            envelope=envelope,
+            submit_at_ns=now_ns + SUBMIT_RETRY_NS,
             give_up_ns=now_ns + SUBMIT_GIVE_UP_NS,
         )
+        self.ended.drop(ticket.request_id)
         self.requests[ticket.request_id] = request
         self._by_tag[request.tag] = request
-        self._submit(request, now_ns)
+        if engine_id:
+            self._submit(request, now_ns)
+
+    def _ask_again(self, request: OpenRequest, ticket: Ticket, now_ns: int) -> None:
+        """Its client has sent it again: everything is shown from the first token on."""
+        request.answer_to(ticket)
+        try:
+            envelope = envelope_of(request.ticket)
+        except RequestError as error:
+            self._fail(request, error.code, error.message)
+            return
+        if envelope != request.envelope:
+            request.envelope = envelope
+            if request.submitted:
+                self._submit(request, now_ns)
+        request.unheard_ns = LISTENING
+        request.rewind(0)
+        self._news[request.request_id] = request
 
     def _submit(self, request: OpenRequest, now_ns: int) -> None:
         request.submitted = False
+        request.num_submissions += 1
         # The shell answers each submission with a reply or a failure; this is for one that it
         # loses.
         request.submit_at_ns = now_ns + SUBMIT_GIVE_UP_NS
+        self._in_air.setdefault(request.request_id, []).append(request.engine_id)
         message = request.submission(self.admission_id, now_ns)
         self._effects.append(Submit(request.engine_id, message))
 
@@ -229,34 +325,55 @@ class AdmissionCore:
             text = f"no worker serves {request.ticket.model} any more"
             self._fail(request, ErrorCode.NO_WORKER, text)
             return
-        if engine is not None and not self.engines.get(request.engine_id).is_ready(now_ns):
+        if engine is not None and not self.engines.is_ready(request.engine_id, now_ns):
             request.engine_id = engine.engine_id
-        self._submit(request, now_ns)
+        if request.engine_id:
+            self._submit(request, now_ns)
+        else:
+            request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
 
     def _on_submit_reply(self, reply: SubmitReply, now_ns: int) -> None:
-        self._abort_orphan(reply.seq_id)
+        self._landed(reply.seq_id)
         request = self.requests.get(reply.seq_id)
         if request is None:
             return
-        if reply.code is None:
+        if reply.owned_elsewhere:
+            self._lose(request)
+        elif reply.code is None:
             request.submitted = request.accepted = True
-        elif reply.code is ErrorCode.NO_WORKER and request.accepted:
-            # It was taken before: the engine is between two workers, and will take it back.
+            if request.withheld and reply.seq_id not in self._in_air:
+                # The answer to the last submission, so to one of after the sleep.
+                request.withheld = False
+                self._news[request.request_id] = request
+        elif _may_pass(request, reply.code, now_ns):
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
         else:
             self._end(request, request.error_frame(reply.code, reply.message), abort=False)
 
     def _on_submit_failed(self, failed: SubmitFailed, now_ns: int) -> None:
-        self._abort_orphan(failed.seq_id)
+        self._landed(failed.seq_id)
         request = self.requests.get(failed.seq_id)
         if request is not None:
             request.submitted = False
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
 
+    def _lose(self, request: OpenRequest) -> None:
+        """Another admission has it, and tells the client all that is to be told.
+
+        A new request that is refused so at once has the id of another one that runs.
+        """
+        if request.ticket.retry or request.num_submissions > 1:
+            self._forget(request)
+            return
+        text = f"request_id {request.request_id} is in use by a running request"
+        frame = request.error_frame(ErrorCode.DUPLICATE_REQUEST, text)
+        self._end(request, frame, abort=False)
+
     def _on_cancel(self, cancel: CancelAsked, now_ns: int) -> None:
         request = self.requests.get(cancel.request_id)
         if request is not None:
             self._end(request, request.abort_frame(), abort=True)
+        if cancel.request_id in self.ended:
             self._effects.append(Cancelled(cancel.request_id, cancel.reply))
             return
         # It may overtake its request, which is then still being tokenised.
@@ -267,6 +384,52 @@ class AdmissionCore:
     def _forget_tombstones(self, now_ns: int) -> None:
         while self._tombstones and next(iter(self._tombstones.values())) <= now_ns:
             self._tombstones.popitem(last=False)
+
+    def _on_resume(self, event: ResumeAsked) -> None:
+        """Frames from the offset on; one without tokens where there is nothing new, so that the
+        client knows that its request is somebody's.
+        """
+        request = self.requests.get(event.request_id)
+        ended = self.ended.find(event.request_id)
+        if request is not None:
+            request.unheard_ns = LISTENING
+            if event.offset < request.num_shown and not request.withheld:
+                request.rewind(event.offset)
+                self._news[event.request_id] = request
+            elif not request.withheld:
+                frame = Frame(request_id=event.request_id, offset=event.offset)
+                self._send(request, frame)
+        elif ended is not None:
+            for frame in ended.frames(event.offset):
+                self._send(ended.request, frame)
+
+    def _on_unheard(self, event: Unheard, now_ns: int) -> None:
+        """A client may be away for a moment; one that stays away wants no more tokens."""
+        request = self.requests.get(event.request_id)
+        if request is None or request.withheld:
+            return
+        if request.unheard_ns == LISTENING:
+            request.unheard_ns = now_ns
+        if now_ns - request.unheard_ns >= UNHEARD_NS:
+            self._end(request, request.abort_frame(), abort=True)
+
+    def _on_offer(self, offer: AdoptSequences, now_ns: int) -> None:
+        """Take over what another admission has left."""
+        offered = [(message.seq_id, ticket_of(message), message) for message in offer.sequences]
+        for seq_id, ticket, message in offered:
+            known = self.requests.get(seq_id)
+            if known is not None and known.engine_id == offer.engine:
+                if known.submitted:
+                    self._submit(known, now_ns)
+            elif known is not None or seq_id in self.ended:
+                # It runs on another engine, or its client knows the end: nobody wants this one.
+                self._aborts.setdefault(offer.engine, []).append(seq_id)
+            elif self._has_room and ticket.model in self.vocabularies:
+                self._take(ticket, message.envelope, offer.engine, now_ns)
+
+    @property
+    def _has_room(self) -> bool:
+        return not self.draining and len(self.requests) < self.max_open
 
     def fail_all(self, code: ErrorCode, message: str) -> list[Effect]:
         """The end of a drain that took too long: every open request gets its terminal frame."""
@@ -279,20 +442,35 @@ class AdmissionCore:
 
     def _end(self, request: OpenRequest, frame: Frame, *, abort: bool) -> None:
         """The terminal frame: the only place that ends a request that was opened."""
+        self._forget(request)
+        self.ended.keep(request, frame, self._now_ns)
+        self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
+        # An abort might overtake a submission that is on its way.
+        if abort and request.request_id not in self._in_air:
+            self._aborts.setdefault(request.engine_id, []).append(request.request_id)
+
+    def _forget(self, request: OpenRequest) -> None:
         del self.requests[request.request_id]
         del self._by_tag[request.tag]
         self._news.pop(request.request_id, None)
-        self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
-        if abort and request.submitted:
-            self._aborts.setdefault(request.engine_id, []).append(request.request_id)
-        elif abort:
-            # The submission is on its way and an abort might overtake it.
-            self._abort_when_acknowledged[request.request_id] = request.engine_id
 
-    def _abort_orphan(self, seq_id: str) -> None:
-        engine_id = self._abort_when_acknowledged.pop(seq_id, None)
-        if engine_id is not None and seq_id not in self.requests:
-            self._aborts.setdefault(engine_id, []).append(seq_id)
+    def _send(self, request: OpenRequest, frame: Frame) -> None:
+        """A frame that is not the last, or not for the first time."""
+        ticket = request.ticket
+        self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame, watch=True))
+
+    def _landed(self, seq_id: str) -> None:
+        """A submission was answered, or will not be: what it brought to life after its request had
+        ended goes.
+        """
+        engines = self._in_air.get(seq_id)
+        if engines is None:
+            return
+        engine_id = engines.pop(0)
+        if not engines:
+            del self._in_air[seq_id]
+            if seq_id not in self.requests:
+                self._aborts.setdefault(engine_id, []).append(seq_id)
 
     def _refuse(self, ticket: Ticket, code: ErrorCode, message: str) -> None:
         frame = Frame(
@@ -349,20 +527,34 @@ class AdmissionCore:
             if request is not None and len(request.token_ids) >= finished.num_output_tokens:
                 request.finished = finished
                 news[request.request_id] = request
+        for tag in unpack(updates.moved).tolist() if updates.moved else ():
+            if (request := by_tag.get(tag)) is not None:
+                self._forget(request)
 
     def _show(self) -> None:
         """A frame for every request with news; acknowledgements and aborts, batched."""
         news, self._news = self._news, {}
         for request in news.values():
-            frame = request.frame()
-            if frame is None:
+            if request.withheld:
                 continue
-            if frame.finish_reason is None:
-                self._effects.append(
-                    SendFrame(request.ticket.reply, request.ticket.encoding, frame)
-                )
-            else:
+            frame = request.frame()
+            while frame is not None and frame.finish_reason is None:
+                self._send(request, frame)
+                frame = request.frame() if request.has_more else None
+            if frame is not None:
                 self._end(request, frame, abort=True)
+
+    # ---- sleep
+
+    def _see_time(self, now_ns: int) -> None:
+        """Where our own beats are late, another admission may have been given what is open here."""
+        self._now_ns = now_ns
+        if self._in_doubt or now_ns - self._beat_ns <= DOUBT_AFTER_NS:
+            return
+        self._in_doubt = True
+        for request in self.requests.values():
+            request.withheld = True
+            self._submit(request, now_ns)
 
     # ---- engines
 
@@ -417,11 +609,27 @@ class AdmissionCore:
             kind=ServiceKind.ADMISSION,
             service_id=self.admission_id,
             admission=AdmissionLoad(models=list(self.vocabularies), num_open=len(self.requests)),
+            leaving=self.leaving,
         )
 
     def check_invariants(self) -> None:
         assert len(self.requests) == len(self._by_tag) <= self.max_open
         assert self._news.keys() <= self.requests.keys()
+
+
+def _is_again(ticket: Ticket, known: Ticket) -> bool:
+    """Whether it is the known request sent again; else another one with the same id."""
+    return ticket.retry or ticket.reply == known.reply
+
+
+def _may_pass(request: OpenRequest, code: ErrorCode, now_ns: int) -> bool:
+    """Whether the refusal of a submission is the engine's state of a moment.
+
+    A sequence that it had taken before it takes back; a new one waits for a while.
+    """
+    if request.accepted:
+        return code in _PASSING
+    return code is not ErrorCode.QUEUE_FULL and code in _PASSING and now_ns < request.give_up_ns
 
 
 def _deadline_ns(request: OpenRequest) -> int:

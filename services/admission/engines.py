@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.contracts.beats import Beat, EngineLoad
-from services.contracts.limits import BEAT_PERIOD_MS, MAX_NAMES, SUSPECT_AFTER_BEATS
+from services.contracts.limits import (
+    BEAT_PERIOD_MS,
+    ENGINE_ABSENCE_SECONDS,
+    MAX_NAMES,
+    SUSPECT_AFTER_BEATS,
+)
 from services.contracts.streams import StreamReceiver
 
 SUSPECT_AFTER_NS: Final = SUSPECT_AFTER_BEATS * BEAT_PERIOD_MS * 1_000_000
+ABSENCE_NS: Final = ENGINE_ABSENCE_SECONDS * 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -21,12 +27,14 @@ class Engine:
 
     epoch: (generation, epoch), of which the pair only grows: after a restart of worker and
     scheduler together, epochs count from 1 again, in a higher generation.
+    max_model_len: the last that it told, 0 before its first worker; it may be without one now.
     """
 
     engine_id: str
     epoch: tuple[int, int] = (0, 0)
     load: EngineLoad | None = None
     last_beat_ns: int = 0
+    max_model_len: int = 0
     updates: StreamReceiver = field(default_factory=StreamReceiver)
 
     def is_ready(self, now_ns: int) -> bool:
@@ -52,7 +60,25 @@ class EngineDirectory:
         engine = self.get(beat.service_id)
         engine.last_beat_ns = now_ns
         engine.load = beat.engine
+        if beat.engine is not None and beat.engine.max_model_len:
+            engine.max_model_len = beat.engine.max_model_len
         return engine
+
+    def is_ready(self, engine_id: str, now_ns: int) -> bool:
+        engine = self.engines.get(engine_id)
+        return engine is not None and engine.is_ready(now_ns)
+
+    def expect(self, model: str, now_ns: int) -> Engine | None:
+        """The engine that `choose` names, or may name soon: one that was heard lately."""
+        lately = [
+            engine
+            for engine in self.engines.values()
+            if engine.load is not None
+            and engine.load.model == model
+            and now_ns - engine.last_beat_ns <= ABSENCE_NS
+        ]
+        latest = max(lately, key=lambda engine: engine.last_beat_ns, default=None)
+        return self.choose(model, now_ns) or latest
 
     def choose(self, model: str, now_ns: int) -> Engine | None:
         """The least loaded ready engine of `model`; None where there is none."""

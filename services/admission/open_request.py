@@ -8,13 +8,14 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from services.contracts.errors import ErrorCode
+from services.contracts.limits import MAX_FRAME_TOKENS
 from services.contracts.public import (
     Encoding,
     ErrorBody,
@@ -30,6 +31,12 @@ from services.contracts.vectors import pack, unpack
 
 from .detokenizer import Detokenizer
 from .stop import StopMatcher
+
+LISTENING: Final = -1
+
+# What a kept request costs, roughly: a token in a list, and its log-probability with one more.
+_TOKEN_BYTES: Final = 40
+_LOGPROB_BYTES: Final = 300
 
 
 class Vocabulary(Protocol):
@@ -65,10 +72,11 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """submitted: the last submission is acknowledged; accepted: one was. token_ids: accepted, shown
-    or not.
+    """submitted: the last submission is acknowledged; accepted: one was. num_submissions: so far.
 
-    num_taken: tokens that became text; num_shown: tokens in frames.
+    withheld: shows nothing until it is known whose it is.
+    unheard_ns: since when nobody listens.
+    token_ids: accepted, shown or not. num_taken: tokens that became text; num_shown: in frames.
     """
 
     ticket: Ticket
@@ -76,10 +84,14 @@ class OpenRequest:
     tag: int
     arrival_ns: int
     engine_id: str = ""
+    envelope: bytes = b""
     submitted: bool = False
     accepted: bool = False
+    num_submissions: int = 0
     submit_at_ns: int = 0
     give_up_ns: int = 0
+    withheld: bool = False
+    unheard_ns: int = LISTENING
     token_ids: list[int] = field(default_factory=list)
     num_taken: int = 0
     num_shown: int = 0
@@ -91,6 +103,7 @@ class OpenRequest:
     _prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     _text: list[str] = field(default_factory=list)
     _stop_ids: frozenset[int] = field(init=False)
+    _is_cut: bool = False
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.vocabulary.token_bytes, self.ticket.prompt_token_ids)
@@ -121,6 +134,7 @@ class OpenRequest:
             salt=ticket.salt,
             priority=ticket.priority,
             deadline_ms=deadline_ms,
+            envelope=self.envelope,
             traceparent=ticket.traceparent,
         )
 
@@ -157,15 +171,17 @@ class OpenRequest:
         string has matched.
 
         None where there is nothing to show yet: a non-streaming request, or text held back for a
-        stop or a character.
+        stop or a character. A stream shows at most MAX_FRAME_TOKENS at once: `has_more` then says
+        that the next frame is there already.
         """
-        matched = self._take()
+        limit = self.num_shown + MAX_FRAME_TOKENS if self.ticket.stream else len(self.token_ids)
+        matched = self._take(limit)
         if self._lacks_logprobs():
             return self.error_frame(ErrorCode.INTERNAL, "log-probabilities were lost")
         if matched:
             return self._frame(FinishReason.STOP)
         finished = self.finished
-        if finished is not None:
+        if finished is not None and not self.has_more:
             if finished.reason is FinishReason.ERROR:
                 return self.error_frame(finished.code or ErrorCode.INTERNAL, finished.message)
             self._text.append(self._ending())
@@ -191,18 +207,47 @@ class OpenRequest:
             error=ErrorBody(code, message),
         )
 
-    def replay(self, ticket: Ticket) -> None:
-        """The client asks again on a new inbox: everything is shown from the first token on."""
+    def answer_to(self, ticket: Ticket) -> None:
+        """Where the client that asks again wants its frames."""
         self.ticket = replace(
             self.ticket, reply=ticket.reply, encoding=ticket.encoding, stream=ticket.stream
         )
-        self.num_taken = self.num_shown = 0
+
+    def rewind(self, offset: int) -> None:
+        """Show again from output token `offset` on, of those that are shown."""
         self._text.clear()
         self.__post_init__()
+        for token_id in self.token_ids[:offset]:
+            self._stop.push(self._detokenizer.push(token_id))
+        self.num_taken = self.num_shown = offset
 
-    def _take(self) -> bool:
-        """Turn tokens into text -> True where a stop string has ended with them."""
+    def shown_frames(self, start: int, end: int) -> Iterator[Frame]:
+        """Frames of a request that has ended: its tokens from `start` to `end` once more."""
+        self.rewind(start)
+        while self.num_shown < end:
+            self._take(min(end, self.num_shown + MAX_FRAME_TOKENS))
+            yield self._frame(None)
+
+    @property
+    def has_more(self) -> bool:
+        """The last frame was full, and tokens are left for another one."""
+        return self._is_cut and self.num_taken < len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """What keeping it costs in memory, roughly."""
+        width = 2 + max(0, self.ticket.sampling.num_logprobs)
+        num_logprobs = (len(self._logprobs) + len(self._prompt_logprobs)) * width
+        num_tokens = len(self.ticket.prompt_token_ids) + len(self.token_ids)
+        return _TOKEN_BYTES * num_tokens + _LOGPROB_BYTES * num_logprobs
+
+    def _take(self, limit: int) -> bool:
+        """Turn tokens into text, `limit` in all at most -> True where a stop string has ended."""
+        self._is_cut = False
         while self.num_taken < len(self.token_ids):
+            if self.num_taken >= limit:
+                self._is_cut = True
+                return False
             token_id = self.token_ids[self.num_taken]
             if token_id in self._stop_ids:
                 # It ended the sequence and is not part of the answer, nor of its usage.
@@ -246,7 +291,8 @@ class OpenRequest:
 
     def _usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = len(self.ticket.prompt_token_ids)
-        return Usage(prompt_tokens, completion_tokens, self.num_cached_tokens)
+        # Of a resubmitted sequence a hit may cover output too.
+        return Usage(prompt_tokens, completion_tokens, min(prompt_tokens, self.num_cached_tokens))
 
     def _entry(self, token_id: int, logprobs: Logprobs, index: int) -> TokenLogprob:
         chosen = np.frombuffer(logprobs.chosen, dtype="<f4")

@@ -23,8 +23,8 @@ import msgspec
 from services.contracts import codec
 from services.contracts.beats import Beat
 from services.contracts.errors import ERRORS, ErrorCode, RequestError, WireError
-from services.contracts.ids import is_id
-from services.contracts.limits import MAX_FRAME_DELAY_MS, MAX_TRACE_CHARS
+from services.contracts.ids import MAX_ID_LENGTH, is_id
+from services.contracts.limits import BEAT_PERIOD_MS, MAX_FRAME_DELAY_MS, MAX_TRACE_CHARS
 from services.contracts.permissions import takes_frames
 from services.contracts.public import (
     Encoding,
@@ -32,11 +32,17 @@ from services.contracts.public import (
     FinishReason,
     Frame,
     GenerateRequest,
+    decode_resume,
     encode_frame,
     encoding_of,
     request_id_of,
 )
-from services.contracts.sequences import AbortReply, SequenceUpdates, SubmitReply
+from services.contracts.sequences import (
+    AbortReply,
+    AdoptSequences,
+    SequenceUpdates,
+    SubmitReply,
+)
 from services.contracts.subjects import ADMISSION_QUEUE, Subjects
 from services.runtime.actor import Actor
 from services.runtime.bus import (
@@ -49,23 +55,32 @@ from services.runtime.bus import (
 )
 from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger, report_progress, report_ready
-from services.runtime.service import beat_forever, connect, run_together, subjects, unless_stopped
+from services.runtime.service import (
+    Stopping,
+    connect,
+    run_together,
+    subjects,
+    unless_stopped,
+)
 from services.runtime.settings import Settings
 
 from .core import (
-    MAX_TAG,
     Abort,
     AdmissionCore,
+    BeatSent,
     CancelAsked,
     Cancelled,
     DrainAsked,
     Effect,
     Event,
     Flush,
+    ResumeAsked,
     SendFrame,
     Submit,
     SubmitFailed,
+    Unheard,
 )
+from .engines import ABSENCE_NS
 from .model_text import ModelText, load_model_text
 from .open_request import Ticket
 from .validation import ModelLimits, check, decode, prepare
@@ -75,12 +90,21 @@ ABORT_TRIES: Final = 5
 ABORT_TIMEOUT_S: Final = 1.0
 MAX_OPEN_REQUESTS: Final = 16_384
 MAX_TOKENISING: Final = 256
+# Requests that came before an engine had its first worker, and how often each looks for it.
+MAX_EARLY: Final = 1024
+EARLY_LOOK_S: Final = 0.1
 # Below this, a thread costs more than the tokenising.
 INLINE_CHARS: Final = 4096
 DRAIN_S: Final = 3.0
+# A scheduler that lives beats several times in it.
+FIRST_BEAT_S: Final = 1.0
 MAX_HEADER_CHARS: Final = 256
+NO_RESPONDERS: Final = "503"
+# Of an id, for what makes it this run's.
+RUN_CHARS: Final = 9
 
 _updates = codec.Decoder(SequenceUpdates)
+_offer = codec.Decoder(AdoptSequences)
 _beat = codec.Decoder(Beat)
 _submit_reply = codec.Decoder(SubmitReply)
 _abort_reply = codec.Decoder(AbortReply)
@@ -98,10 +122,14 @@ class AdmissionService:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_tokenising = 0
+        self._num_early = 0
         self._flushed_ns = 0
         self._flush_gap_ns = 0
         self._wake_timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
+        self._engine_heard = asyncio.Event()
+        # The server answers here where nobody listens to a frame.
+        self.watch = bus.new_inbox()
         self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._flush_when_due)
         self.dropped: Counter[str] = Counter()
 
@@ -119,6 +147,24 @@ class AdmissionService:
         if is_id(request_id):
             self.actor.post(CancelAsked(request_id, reply))
 
+    def on_resume(self, delivery: Delivery) -> None:
+        request_id = self._names.tail(delivery.subject, 1)
+        try:
+            offset = decode_resume(delivery.payload).offset
+        except RequestError:
+            self.dropped["bad_resume"] += 1
+            return
+        self.actor.post(ResumeAsked(request_id, offset))
+
+    def on_watch(self, delivery: Delivery) -> None:
+        if delivery.headers.get("Status") == NO_RESPONDERS:
+            self.actor.post(Unheard(delivery.subject.rpartition(".")[2]))
+
+    def on_offer(self, delivery: Delivery) -> None:
+        message = self._decoded(_offer, delivery)
+        if message is not None:
+            self.actor.post(message)
+
     def on_updates(self, delivery: Delivery) -> None:
         message = self._decoded(_updates, delivery)
         if message is not None:
@@ -128,6 +174,7 @@ class AdmissionService:
         message = self._decoded(_beat, delivery)
         if message is not None:
             self.actor.post(message)
+            self._engine_heard.set()
 
     def _may_answer(self, reply: str) -> bool:
         """Frames go to inboxes of clients: anywhere else one would be a forged message."""
@@ -171,7 +218,7 @@ class AdmissionService:
         encoding: Encoding,
     ) -> Ticket:
         """Check, tokenise, check again. Raises RequestError."""
-        limits = self._limits(model)
+        limits = await self._limits(model)
         check(request, limits)
         prompt = await self._tokenise(request)
         prepared = prepare(
@@ -200,14 +247,25 @@ class AdmissionService:
             traceparent=delivery.headers.get("traceparent", "")[:MAX_TRACE_CHARS],
         )
 
-    def _limits(self, model: str) -> ModelLimits:
-        engine = self._core.engines.choose(model, time.monotonic_ns())
-        if engine is None or engine.load is None:
+    async def _limits(self, model: str) -> ModelLimits:
+        """Of an engine that is there, or soon will be. Raises RequestError."""
+        engine = self._core.engines.expect(model, time.monotonic_ns())
+        give_up_ns = time.monotonic_ns() + ABSENCE_NS
+        while engine is not None and not engine.max_model_len:
+            # Its first worker is still to come.
+            if time.monotonic_ns() > give_up_ns or self._num_early >= MAX_EARLY:
+                engine = None
+                break
+            self._num_early += 1
+            await asyncio.sleep(EARLY_LOOK_S)
+            self._num_early -= 1
+            engine = self._core.engines.expect(model, time.monotonic_ns())
+        if engine is None:
             raise RequestError(ErrorCode.NO_WORKER, f"no worker serves {model} at this moment")
         tokenizer = self._text.tokenizer
         return ModelLimits(
             vocab_size=tokenizer.vocab_size,
-            max_model_len=engine.load.max_model_len,
+            max_model_len=engine.max_model_len,
             longest_token_bytes=tokenizer.longest_token_bytes,
         )
 
@@ -291,8 +349,9 @@ class AdmissionService:
         frame = effect.frame
         payload = encode_frame(frame, effect.encoding)
         headers = None if frame.error is None else _error_headers(frame.error)
+        watch = f"{self.watch}.{frame.request_id}" if effect.watch else ""
         try:
-            await self._bus.publish(effect.reply, payload, headers=headers)
+            await self._bus.publish(effect.reply, payload, reply=watch, headers=headers)
         except PayloadTooLarge as error:
             body = ErrorBody(ErrorCode.PAYLOAD_TOO_LARGE, str(error))
             small = Frame(
@@ -349,14 +408,39 @@ class AdmissionService:
 
     # ---- the end
 
-    async def drain(self) -> None:
-        """Let open requests end, for a while; then end them with an error."""
+    async def until_engine_heard(self) -> None:
+        """Who listens before that refuses what an engine would take a moment later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_BEAT_S):
+                await self._engine_heard.wait()
+
+    async def beat_forever(self) -> None:
+        """The core hears of each beat that went out: its silence is how others judge it."""
+        while True:
+            await self._beat()
+            await asyncio.sleep(BEAT_PERIOD_MS / 1000)
+
+    async def _beat(self) -> None:
+        beat = self._core.beat()
+        subject = self._names.beat("admission", beat.service_id)
+        if await self._bus.publish(subject, codec.encode(beat)):
+            self.actor.post(BeatSent())
+
+    async def drain(self, *, for_good: bool) -> None:
+        """Let open requests end, for a while; then leave them to another admission.
+
+        for_good: nobody is going to take them, so they end with an error.
+        """
         self.actor.post(DrainAsked())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await self._empty.wait()
-        for effect in self._core.fail_all(ErrorCode.DRAINING, "the service is being stopped"):
-            await self._perform(effect)
+        if for_good:
+            message = "the service is being stopped"
+            for effect in self._core.fail_all(ErrorCode.DRAINING, message):
+                await self._perform(effect)
+        self._core.leaving = True
+        await self._beat()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -378,41 +462,44 @@ def _error_headers(error: ErrorBody) -> dict[str, str]:
     }
 
 
-async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+def run_id(admission_id: str) -> str:
+    """An id that only this run has: a restarted admission is another one, and adopts from the
+    last.
+    """
+    return f"{admission_id[: MAX_ID_LENGTH - RUN_CHARS]}-{secrets.token_hex(4)}"
+
+
+async def serve(settings: Settings, stopping: Stopping) -> None:
     report_progress(0.0, "loading the tokenizer")
     text = await unless_stopped(stopping, asyncio.to_thread(load_model_text, settings))
-    names, me = subjects(settings), settings.admission_id
+    names, me = subjects(settings), run_id(settings.admission_id)
     bus = await connect(settings, me, stopping)
-    core = AdmissionCore(
-        me, {text.name: text}, MAX_OPEN_REQUESTS, first_tag=secrets.randbelow(MAX_TAG)
-    )
+    core = AdmissionCore(me, {text.name: text}, MAX_OPEN_REQUESTS)
     service = AdmissionService(core, text, bus, names)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [
         (names.updates(me), service.on_updates),
         (names.any_beat("scheduler"), service.on_beat),
+        (f"{service.watch}.*", service.on_watch),
+    ]
+    endpoints = [
+        Endpoint("generate", names.any_generate, service.on_generate, queue=ADMISSION_QUEUE),
+        Endpoint("cancel", names.any_cancel, service.on_cancel),
+        Endpoint("resume", names.any_resume, service.on_resume),
     ]
     for subject, handler in listeners:
         await bus.subscribe(subject, handler)
-    await bus.serve(
-        "streetcar-admission",
-        "Streetcar: requests in, text out",
-        [
-            Endpoint("generate", names.any_generate, service.on_generate, queue=ADMISSION_QUEUE),
-            Endpoint("cancel", names.any_cancel, service.on_cancel),
-        ],
-    )
-    await bus.flush()
-    report_ready(id=me, model=text.name)
-    beat = names.beat("admission", me)
 
-    async def until_drained() -> None:
+    async def serve_and_drain() -> None:
+        await service.until_engine_heard()
+        await bus.subscribe(names.adopt, service.on_offer, queue=ADMISSION_QUEUE)
+        await bus.serve("streetcar-admission", "Streetcar: requests in, text out", endpoints)
+        await bus.flush()
+        report_ready(id=me, model=text.name)
         await stopping.wait()
-        await service.drain()
+        await service.drain(for_good=stopping.for_good)
 
     try:
         never = asyncio.Event()
-        await run_together(
-            never, service.actor.run(), beat_forever(bus, beat, core.beat), until_drained()
-        )
+        await run_together(never, service.actor.run(), service.beat_forever(), serve_and_drain())
     finally:
         await bus.close()

@@ -64,7 +64,7 @@ MAX_ENDED: Final = 4096
 MAX_ENDED_BYTES: Final = 64 * 1024 * 1024
 # A request for whose frames nobody has listened so long is aborted.
 UNHEARD_SECONDS: Final = 5
-# An engine that was ready so lately is waited for, as long.
+# An engine that was heard so lately is waited for, as long.
 ENGINE_ABSENCE_SECONDS: Final = 10
 
 MAX_ERROR_CHARS: Final = 2048

@@ -87,6 +87,8 @@ class Bus(Protocol):
     @property
     def dropped(self) -> Counter[str]: ...
 
+    def new_inbox(self) -> str: ...
+
     async def publish(
         self,
         subject: str,
@@ -145,6 +147,10 @@ class NatsBus:
     @property
     def client(self) -> Client:
         return self._client
+
+    def new_inbox(self) -> str:
+        """A subject that only this connection listens on, as do subjects below it."""
+        return str(self._client.new_inbox())
 
     async def publish(
         self,

@@ -37,13 +37,23 @@ LEAVE_TIMEOUT_S: Final = 3.0
 COLLECT_AFTER: Final = 50_000
 
 T = TypeVar("T")
-Main = Callable[[Settings, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+class Stopping(asyncio.Event):
+    """Set by SIGTERM (this process ends, the mesh stays) and by SIGINT (`for_good`: all ends)."""
+
+    for_good = False
+
+    def set_for_good(self) -> None:
+        self.for_good = True
+        self.set()
+
+
+Main = Callable[[Settings, Stopping], Coroutine[Any, Any, None]]
 
 
 def run_service(name: str, main: Main) -> int:
-    """Run `main(settings, stopping)` to its end -> exit status. `stopping` is set by SIGTERM and
-    SIGINT.
-    """
+    """Run `main(settings, stopping)` to its end -> exit status."""
     try:
         settings = for_service()
     except Problem as problem:
@@ -161,10 +171,10 @@ def _calm_collector() -> None:
 
 
 async def _until_signal(main: Main, settings: Settings) -> None:
-    stopping = asyncio.Event()
+    stopping = Stopping()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, stopping.set_for_good)
     await main(settings, stopping)
 
 

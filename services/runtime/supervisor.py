@@ -154,7 +154,7 @@ class Supervisor:
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """SIGTERM to each service in order, SIGKILL to one that stays. Idempotent."""
+        """SIGINT to each service in order, SIGKILL to one that stays. Idempotent."""
         for service in self._services.values():
             service.retire()
         for service in self._services.values():
@@ -253,7 +253,8 @@ class _Service:
             self._task.cancel()
         else:
             self._emit("stopping")
-            self.send(signal.SIGTERM)
+            # SIGINT says that nobody takes over; who is still importing has no handler for it.
+            self.send(signal.SIGINT if self.ready.is_set() else signal.SIGTERM)
         timeout_s = STOP_TIMEOUT_S if self.ready.is_set() else STARTING_STOP_TIMEOUT_S
         done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
         if not done:

@@ -33,6 +33,7 @@ from services.contracts.kv import (
 from services.contracts.sequences import (
     AbortReply,
     AbortSequences,
+    AdoptSequences,
     SequenceUpdates,
     SubmitReply,
     SubmitSequence,
@@ -61,6 +62,7 @@ _submit_reply = codec.Decoder(SubmitReply)
 _abort = codec.Decoder(AbortSequences)
 _abort_reply = codec.Decoder(AbortReply)
 _updates = codec.Decoder(SequenceUpdates)
+_offer = codec.Decoder(AdoptSequences)
 _plan = codec.Decoder(StepPlan)
 _result = codec.Decoder(StepResult)
 _attach = codec.Decoder(Attach)
@@ -359,8 +361,14 @@ class SchedulerNode(Node):
                 world.saw_plan(effect)
                 self.send(world.worker, "plan", codec.encode(effect), world.worker.take_plan)
             case sched.SendUpdates():
-                node = world.admission
-                self.send(node, "updates", codec.encode(effect.updates), node.take_updates)
+                node = world.admission_of(effect.admission_id)
+                if node is not None:
+                    payload = codec.encode(effect.updates)
+                    self.send(node, "updates", payload, node.mine(node.take_updates))
+            case sched.OfferAdoption():
+                node = world.any_admission()
+                if node is not None:
+                    self.send(node, "adopt", codec.encode(effect.message), node.take_offer)
             case KvDelta() | KvSnapshot():
                 self.send(world.kv, "delta", codec.encode(effect), world.kv.take_delta)
             case sched.Reply():
@@ -408,12 +416,55 @@ class SchedulerNode(Node):
 
 
 class AdmissionNode(Node):
-    def __init__(self, world: Any, vocabulary: Any) -> None:
-        super().__init__("admission", world)
-        self.core = adm.AdmissionCore("admission-0", {MODEL: vocabulary}, max_open=1000)
+    """Every run has an id of its own, as in the service."""
+
+    def __init__(self, world: Any, number: int, vocabulary: Any) -> None:
+        super().__init__(f"admission-{number}", world)
+        self.vocabulary = vocabulary
+        self.alive = True
+        self.incarnation = 0
+        self.core = self._start()
+
+    def _start(self) -> adm.AdmissionCore:
+        self.incarnation += 1
+        name = f"{self.name}-{self.incarnation}"
+        return adm.AdmissionCore(name, {MODEL: self.vocabulary}, max_open=1000)
+
+    def die(self, down_ns: int) -> None:
+        """Killed; started again after `down_ns`, knowing nothing."""
+        self.alive = False
+        self.clock.at(self.clock.now_ns + down_ns, self._restart)
+
+    def _restart(self) -> None:
+        self.core = self._start()
+        self.alive = True
+
+    def mine(self, then: Callable[..., None]) -> Callable[..., None]:
+        """`then`, if this run lives when it comes."""
+        incarnation = self.incarnation
+
+        def deliver(*args: bytes) -> None:
+            if self.alive and incarnation == self.incarnation:
+                then(*args)
+
+        return deliver
+
+    def hear(self, event: adm.Event) -> None:
+        if self.alive:
+            self.post(event)
+
+    def take_beat(self, payload: bytes) -> None:
+        self.hear(beat_decoder.decode(payload))
+
+    def take_offer(self, payload: bytes) -> None:
+        self.hear(_offer.decode(payload))
 
     def take_updates(self, payload: bytes) -> None:
         self.post(_updates.decode(payload))
+
+    def _tick(self) -> None:
+        if self.alive:
+            super()._tick()
 
     def settled(self) -> None:
         while self.core.has_news:
@@ -426,7 +477,7 @@ class AdmissionNode(Node):
         ends = (self.name, scheduler.name)
         match effect:
             case adm.SendFrame():
-                self.world.client_hears(effect)
+                self.world.send_frame(self, effect)
             case adm.Submit():
                 seq_id = effect.message.seq_id
                 self.link.request(
@@ -435,8 +486,8 @@ class AdmissionNode(Node):
                         "submit",
                         codec.encode(effect.message),
                         scheduler.serve_submit,
-                        lambda b: self.post(_submit_reply.decode(b)),
-                        lambda: self.post(adm.SubmitFailed(seq_id)),
+                        self.mine(lambda b: self.post(_submit_reply.decode(b))),
+                        self.mine(lambda: self.post(adm.SubmitFailed(seq_id))),
                         REQUEST_TIMEOUT_NS,
                     ),
                 )
@@ -454,7 +505,7 @@ class AdmissionNode(Node):
                 codec.encode(effect.message),
                 self.world.scheduler.serve_abort,
                 lambda b: None,
-                (lambda: self._abort(ends, effect, tries - 1)) if tries else (lambda: None),
+                self.mine(lambda: self._abort(ends, effect, tries - 1) if tries else None),
                 REQUEST_TIMEOUT_NS,
             ),
         )

@@ -47,6 +47,7 @@ class Options:
     tenant_share: float
     scheduler_restart: float
     num_prompts: int
+    admission_death: float = 0.0
     poison: tuple[int, ...] = ()
 
 
@@ -87,6 +88,7 @@ def draw(rng: random.Random) -> Options:
         tenant_share=rng.choice([1.0, 1.0, 0.3, 0.0]),
         scheduler_restart=rng.choice([0.0, 0.0, 0.02]),
         num_prompts=0,
+        admission_death=rng.choice([0.0, 0.0, 0.05]),
     )
     return _with_revisits(options, alone, rng) if rng.random() < 0.3 else options
 

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from gpu_worker.shadow import expected_token_ids
 from services.admission import core as adm
 from services.admission.open_request import Ticket
 from services.contracts import codec
-from services.contracts.errors import ErrorCode
 from services.contracts.limits import BEAT_PERIOD_MS
-from services.contracts.public import Encoding, FinishReason, Frame
+from services.contracts.public import Encoding, Frame, encode_frame
 from services.contracts.sampling import SamplingParams
 from services.contracts.step import StepPlan
 from services.contracts.vectors import unpack
 
+from .clients import Client, SimulationError
 from .network import Clock, Network, NetworkOptions
 from .nodes import (
     MODEL,
@@ -41,12 +42,14 @@ from .nodes import (
 from .options import Options, draw
 
 MAX_EVENTS = 400_000
-QUIET_NS = 3_000_000_000
+MAX_LIVES = 4
+DOWN_TIMES_NS = (10_000_000, 300_000_000, 2_000_000_000)
+QUIET_NS = 6_000_000_000
+NUM_ADMISSIONS = 2
 MARKERS = 8
 
 
-class SimulationError(AssertionError):
-    """What a client saw, or what the books say at the end, is wrong."""
+_frame = msgspec.msgpack.Decoder(Frame)
 
 
 class ShadowVocabulary:
@@ -58,53 +61,6 @@ class ShadowVocabulary:
 
     def token_text(self, token_id: int) -> str:
         return f"{token_id} "
-
-
-@dataclass(slots=True)
-class Client:
-    """One request, what it must get, and what it got."""
-
-    ticket: Ticket
-    expected: list[int]
-    stopped: bool
-    may_end_early: bool
-    may_be_refused: bool
-    frames: list[Frame] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.frames) and self.frames[-1].finish_reason is not None
-
-    def hear(self, frame: Frame) -> None:
-        name = self.ticket.request_id
-        if self.done:
-            raise SimulationError(f"{name}: a frame after the terminal frame")
-        if frame.offset != len(self.token_ids):
-            raise SimulationError(
-                f"{name}: frame at {frame.offset}, {len(self.token_ids)} tokens so far"
-            )
-        self.frames.append(frame)
-        self.token_ids.extend(frame.token_ids)
-        if self.token_ids != self.expected[: len(self.token_ids)]:
-            raise SimulationError(f"{name}: got {self.token_ids}, must be {self.expected}")
-        if frame.finish_reason is not None:
-            self._check_end(frame)
-
-    def _check_end(self, frame: Frame) -> None:
-        name, reason = self.ticket.request_id, frame.finish_reason
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            refused = frame.error is not None and frame.error.code is ErrorCode.NO_WORKER
-            if not self.may_end_early and not (refused and self.may_be_refused):
-                raise SimulationError(f"{name}: ended with {reason}: {frame.error}")
-            return
-        if len(self.token_ids) != len(self.expected):
-            raise SimulationError(f"{name}: {len(self.token_ids)} of {len(self.expected)} tokens")
-        if reason is not (FinishReason.STOP if self.stopped else FinishReason.LENGTH):
-            raise SimulationError(f"{name}: finish_reason {reason}")
-        usage = frame.usage
-        if usage is None or usage.completion_tokens != len(self.token_ids):
-            raise SimulationError(f"{name}: usage {usage}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +97,9 @@ class World:
         self.kv = KvNode(self, o)
         self.worker = WorkerNode(self, o)
         self.scheduler = SchedulerNode(self, o)
-        self.admission = AdmissionNode(self, ShadowVocabulary())
+        self.admissions = [
+            AdmissionNode(self, number, ShadowVocabulary()) for number in range(NUM_ADMISSIONS)
+        ]
         self.clients: dict[str, Client] = {}
         self._restarts = 0
         self._prompts: list[list[int]] = []
@@ -180,8 +138,33 @@ class World:
 
     # ---- what the nodes call
 
-    def client_hears(self, effect: adm.SendFrame) -> None:
-        self.clients[effect.frame.request_id].hear(effect.frame)
+    def send_frame(self, node: AdmissionNode, effect: adm.SendFrame) -> None:
+        """To the client, where it still listens; the server tells who asked to know."""
+        client = self.clients[effect.frame.request_id]
+
+        def deliver(payload: bytes) -> None:
+            if not client.done:
+                client.hear(_frame.decode(payload), self)
+            elif effect.watch:
+                node.hear(adm.Unheard(effect.frame.request_id))
+
+        payload = encode_frame(effect.frame, Encoding.MSGPACK)
+        self.network.send(node.name, client.name, "frame", payload, deliver)
+
+    def any_admission(self) -> AdmissionNode | None:
+        """The one that the queue group gives a message; None where none listens.
+
+        As the service does, it listens once it has heard of an engine.
+        """
+        living = [node for node in self.admissions if node.alive and node.core.engines.engines]
+        return self.rng.choice(living) if living else None
+
+    def admission_of(self, admission_id: str) -> AdmissionNode | None:
+        """Where that run of an admission is, if it lives."""
+        for node in self.admissions:
+            if node.alive and node.core.admission_id == admission_id:
+                return node
+        return None
 
     def saw_plan(self, plan: StepPlan) -> None:
         if len(plan.join) > self.options.max_num_seqs:
@@ -197,6 +180,10 @@ class World:
             self.worker.restart()
         if self.scheduler.incarnation < 4 and self.rng.random() < self.options.scheduler_restart:
             self.scheduler.restart()
+        if self.rng.random() < self.options.admission_death:
+            node = self.rng.choice(self.admissions)
+            if node.alive and node.incarnation < MAX_LIVES:
+                node.die(self.rng.choice(DOWN_TIMES_NS))
 
     # ---- the workload
 
@@ -212,12 +199,11 @@ class World:
             at += int(rng.expovariate(1.0 / o.mean_arrival_ns))
             client = self._draw_client(f"r{index}", shared)
             self.clients[client.ticket.request_id] = client
-            self.clock.at(at, lambda ticket=client.ticket: self.admission.post(ticket))  # type: ignore[misc]
+            self.clock.at(at, lambda c=client: c.start(self))  # type: ignore[misc]
             if rng.random() < o.cancel:
                 client.may_end_early = True
-                cancel = adm.CancelAsked(client.ticket.request_id)
                 delay = int(rng.expovariate(1.0 / (20 * o.step_base_ns)))
-                self.clock.at(at + delay, lambda c=cancel: self.admission.post(c))  # type: ignore[misc]
+                self.clock.at(at + delay, lambda c=client: c.cancel(self))  # type: ignore[misc]
 
     def _draw_client(self, request_id: str, shared: list[int]) -> Client:
         o, rng = self.options, self.rng
@@ -248,10 +234,7 @@ class World:
             deadline_ms=rng.choice([1, 20, 200]) if has_deadline else 0,
             retry=False,
         )
-        # While a worker or a scheduler is being replaced, a new request is told so; without faults
-        # there is always one.
-        faulty = bool(o.drop or o.reattach or o.scheduler_restart)
-        return Client(ticket, expected, stopped, may_end_early=has_deadline, may_be_refused=faulty)
+        return Client(ticket, expected, stopped, may_end_early=has_deadline)
 
     def _draw_prompt(self, shared: list[int]) -> list[int]:
         """A new one, or one that was asked before: it may have been evicted meanwhile."""
@@ -267,12 +250,17 @@ class World:
     # ---- time
 
     def _beat(self) -> None:
-        def post(node: AdmissionNode | SchedulerNode | KvNode, payload: bytes) -> None:
+        def post(node: SchedulerNode | KvNode, payload: bytes) -> None:
             node.post(beat_decoder.decode(payload))
 
         scheduler_beat = codec.encode(self.scheduler.core.beat())
-        for node in (self.admission, self.kv):
-            self.scheduler.send(node, "beat", scheduler_beat, lambda b, n=node: post(n, b))  # type: ignore[misc]
+        self.scheduler.send(self.kv, "beat", scheduler_beat, lambda b: post(self.kv, b))
+        for node in self.admissions:
+            self.scheduler.send(node, "beat", scheduler_beat, node.take_beat)
+            if node.alive:
+                own = codec.encode(node.core.beat())
+                node.send(self.scheduler, "beat", own, lambda b: post(self.scheduler, b))
+                node.hear(adm.BeatSent())
         for sender, beat in ((self.worker, self.worker.beat()), (self.kv, self.kv.core.beat())):
             payload = codec.encode(beat)
             sender.send(self.scheduler, "beat", payload, lambda b: post(self.scheduler, b))

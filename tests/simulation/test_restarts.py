@@ -12,14 +12,11 @@ import pytest
 
 from kv_store.core import KvCore
 from scheduler_svc.core import SchedulerCore
-from services.admission.core import AdmissionCore
 from services.contracts.errors import StreetcarError
-from services.simulator.nodes import MODEL
-from services.simulator.world import Client, ShadowVocabulary, World
+from services.simulator.world import DOWN_TIMES_NS, World
 
 SEEDS = range(1, 17)
 KINDS = ("scheduler", "kv_store", "worker", "admission")
-SECOND_NS = 1_000_000_000
 MAX_KILLS = 3
 # A third death in the same few tokens is a poison's.
 MAX_WORKER_KILLS = 2
@@ -32,12 +29,6 @@ class MortalWorld(World):
         super().__init__(seed)
         self.kinds = kinds
         self.kills = 0
-
-    def _draw_client(self, request_id: str, shared: list[int]) -> Client:
-        client = super()._draw_client(request_id, shared)
-        # While its engine is being replaced, a request that was never accepted is told so.
-        client.may_be_refused = True
-        return client
 
     def step_done(self) -> None:
         super().step_done()
@@ -59,24 +50,9 @@ class MortalWorld(World):
         elif kind == "worker":
             self.worker.restart()
         else:
-            self._kill_admission()
-
-    def _kill_admission(self) -> None:
-        """Its clients see no more frames, and ask again on the same inbox."""
-        orphans = list(self.admission.core.requests)
-        vocabularies = {MODEL: ShadowVocabulary()}
-        first_tag = self.rng.randrange(2**31 - 1)
-        self.admission.core = AdmissionCore("admission-0", vocabularies, 1000, first_tag)
-        for request_id in orphans:
-            client = self.clients[request_id]
-            self.clock.at(self.clock.now_ns + SECOND_NS, lambda c=client: self._ask_again(c))  # type: ignore[misc]
-
-    def _ask_again(self, client: Client) -> None:
-        if not client.done:
-            # Everything comes again from offset 0; a real client drops what it has.
-            client.frames.clear()
-            client.token_ids.clear()
-            self.admission.post(dataclasses.replace(client.ticket, retry=True))
+            living = [node for node in self.admissions if node.alive]
+            for node in living[:1]:
+                node.die(self.rng.choice(DOWN_TIMES_NS))
 
 
 @pytest.mark.parametrize("kind", KINDS)

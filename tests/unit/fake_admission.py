@@ -26,7 +26,7 @@ Request = dict[str, Any]
 class FakeAdmission:
     """Per request: `count` tokens "t0 ", "t1 " ..., or what `script` does instead.
 
-    requests, cancelled: what arrived, in order.
+    requests, resumed, cancelled: what arrived, in order; of a resume its offset.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,6 +37,7 @@ class FakeAdmission:
         self.script: Callable[[FakeAdmission, Request, str], Awaitable[None]] = answer
         self.requests: list[Request] = []
         self.headers: list[dict[str, str]] = []
+        self.resumed: list[int] = []
         self.cancelled: list[str] = []
         self.arrived = asyncio.Condition()
         self.resume = asyncio.Event()
@@ -45,9 +46,14 @@ class FakeAdmission:
         self._connection = await nats.connect(self.url)
         subjects = Subjects()
         await self._connection.subscribe(subjects.any_generate, cb=self._on_generate)
+        await self._connection.subscribe(subjects.any_resume, cb=self._on_resume)
         await self._connection.subscribe(subjects.any_cancel, cb=self._on_cancel)
         await self._connection.flush()
         return self
+
+    async def leave(self) -> None:
+        """From now on nobody listens."""
+        await self._connection.close()
 
     async def __aexit__(self, *_exc: object) -> None:
         for task in self._tasks:
@@ -102,8 +108,11 @@ class FakeAdmission:
         """As new, for the next test."""
         self.script = answer
         self.resume = asyncio.Event()
-        for seen in (self.requests, self.headers, self.cancelled):
-            seen.clear()
+        for seen in (self.requests, self.headers, self.resumed, self.cancelled):
+            seen.clear()  # type: ignore[attr-defined]
+
+    async def _on_resume(self, message: Msg) -> None:
+        await self._note(self.resumed, msgpack.unpackb(message.data)["offset"])
 
     async def _on_cancel(self, message: Msg) -> None:
         await self._note(self.cancelled, message.subject.rpartition(".")[2])

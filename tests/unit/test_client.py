@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import random
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -13,13 +14,14 @@ import nats.errors
 import pytest
 
 import services.client
-from services.client import Client, Frame, StreetcarClientError
+from services.client import Client, Frame, Received, StreetcarClientError
 from services.contracts.errors import ErrorCode
 from services.runtime.nats_server import NatsServer
 from tests.unit.fake_admission import (
     MODEL,
     FakeAdmission,
     Request,
+    answer,
     failing,
     one_token_then_wait,
     silence,
@@ -27,6 +29,7 @@ from tests.unit.fake_admission import (
 )
 
 pytestmark = pytest.mark.nats
+WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -83,15 +86,22 @@ async def test_what_the_reader_has_is_dropped(fake: FakeAdmission, client: Clien
     ]
 
 
-async def test_case_46_a_gap_is_an_error_and_cancels(fake: FakeAdmission, client: Client) -> None:
+async def test_case_46_a_gap_is_asked_for_and_nothing_is_shown_twice(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.client, "RETRY_AFTER_S", -1.0)
+
     async def skip(fake: FakeAdmission, request: Request, reply: str) -> None:
         await fake.send(reply, request, 0, text="a", token_ids=[0])
         await fake.send(reply, request, 2, text="c", token_ids=[2])
+        await fake.until(lambda: fake.resumed != [])
+        await fake.send(reply, request, 1, text="bc", token_ids=[1, 2])
+        await fake.send(reply, request, 3, finish_reason="length", usage=usage(request, 3))
 
     fake.script = skip
-    with pytest.raises(StreetcarClientError, match="lost_frames"):
-        await collect(client, request_id="r1")
-    await fake.until(lambda: fake.cancelled == ["r1"])
+    frames = await collect(client)
+    assert text(frames) == "abc"
+    assert fake.resumed == [1] and fake.cancelled == []
 
 
 async def test_case_46_what_was_read_is_not_pending(tmp_path: Path) -> None:
@@ -120,24 +130,161 @@ async def test_case_46_what_was_read_is_not_pending(tmp_path: Path) -> None:
         await connection.close()
 
 
-async def test_silence_is_retried_once_with_the_same_id(
-    fake: FakeAdmission, client: Client
-) -> None:
-    fake.script = silence
-    with pytest.raises(StreetcarClientError, match="timeout") as caught:
-        await collect(client)
-    assert caught.value.status == 504
-    first, second = fake.requests
-    assert second == {**first, "retry": True}
-    await fake.until(lambda: fake.cancelled == [first["request_id"]])
+async def test_a_gap_that_nobody_fills_has_an_end(fake: FakeAdmission, client: Client) -> None:
+    async def skip(fake: FakeAdmission, request: Request, reply: str) -> None:
+        await fake.send(reply, request, 2, text="c", token_ids=[2])
 
-
-async def test_a_stalled_answer_times_out(fake: FakeAdmission, client: Client) -> None:
-    fake.script = one_token_then_wait
+    fake.script = skip
     with pytest.raises(StreetcarClientError, match="timeout"):
         await collect(client, request_id="r1")
     await fake.until(lambda: fake.cancelled == ["r1"])
+
+
+async def test_after_a_silence_the_owner_is_asked_and_then_the_request_is_sent_again(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.client, "ASK_AFTER_S", 0.02)
+
+    async def answer_the_retry(fake: FakeAdmission, request: Request, reply: str) -> None:
+        if request.get("retry"):
+            await answer(fake, request, reply)
+
+    fake.script = answer_the_retry
+    client.first_frame_timeout_s = WAIT_S
+    assert text(await collect(client)) == "t0 t1 t2 "
+    first, second = fake.requests
+    assert second == {**first, "retry": True} and first["seed"] >= 0
+    assert fake.resumed == [0, 0, 0]
+
+
+async def test_a_request_that_is_somebodys_is_not_sent_again(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.client, "ASK_AFTER_S", 0.02)
+    monkeypatch.setattr(services.client, "MAX_ASK_AFTER_S", 0.02)
+
+    async def queued(fake: FakeAdmission, request: Request, reply: str) -> None:
+        for asked in range(1, 9):
+            await fake.until(lambda least=asked: len(fake.resumed) >= least)  # type: ignore[misc]
+            await fake.send(reply, request, 0)
+        await answer(fake, request, reply)
+
+    fake.script = queued
+    client.first_frame_timeout_s = WAIT_S
+    assert text(await collect(client)) == "t0 t1 t2 "
     assert len(fake.requests) == 1
+
+
+async def test_silence_has_an_end(fake: FakeAdmission, client: Client) -> None:
+    fake.script = silence
+    with pytest.raises(StreetcarClientError, match="timeout") as caught:
+        await collect(client, request_id="r1")
+    assert caught.value.status == 504
+    await fake.until(lambda: fake.cancelled == ["r1"])
+
+
+async def test_a_lost_last_frame_is_asked_for(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.client, "ASK_AFTER_S", 0.02)
+
+    async def lose_the_last(fake: FakeAdmission, request: Request, reply: str) -> None:
+        await fake.send(reply, request, 0, text="a", token_ids=[0])
+        await fake.until(lambda: fake.resumed != [])
+        await fake.send(reply, request, 1, finish_reason="length", usage=usage(request, 1))
+
+    fake.script = lose_the_last
+    client.next_frame_timeout_s = WAIT_S
+    frames = await collect(client)
+    assert (text(frames), frames[-1]["finish_reason"]) == ("a", "length")
+    assert set(fake.resumed) == {1}
+
+
+async def test_an_admission_that_leaves_sends_new_requests_to_another(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await collect(client)
+    fake.reset()
+
+    async def leave_first(fake: FakeAdmission, request: Request, reply: str) -> None:
+        if len(fake.requests) < 3:
+            await failing(ErrorCode.DRAINING, "bye")(fake, request, reply)
+        else:
+            await answer(fake, request, reply)
+
+    fake.script = leave_first
+    client.first_frame_timeout_s = WAIT_S
+    assert text(await collect(client)) == "t0 t1 t2 "
+    assert [bool(request.get("retry")) for request in fake.requests] == [False, True, True]
+    fake.reset()
+    fake.script = failing(ErrorCode.DRAINING, "bye")
+    monkeypatch.setattr(services.client, "ABSENCE_S", 0.1)
+    with pytest.raises(StreetcarClientError, match="draining"):
+        await collect(client)
+
+
+async def test_a_mesh_that_was_there_is_waited_for(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await collect(client)
+    client.first_frame_timeout_s = WAIT_S
+    await fake.leave()
+    asked = asyncio.create_task(collect(client))
+    async with FakeAdmission(fake.url):
+        assert text(await asked) == "t0 t1 t2 "
+    monkeypatch.setattr(services.client, "ABSENCE_S", 0.1)
+    with pytest.raises(StreetcarClientError, match="nobody serves"):
+        await collect(client)
+
+
+async def test_a_reader_that_is_too_slow_loses_its_request_and_nobody_elses(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.client, "MAX_QUEUED_FRAMES", 4)
+    client.next_frame_timeout_s = WAIT_S
+    async with aclosing(client.generate(MODEL, prompt="hi", max_tokens=9, request_id="r1")) as slow:
+        first = await anext(slow)
+        assert first["text"] == "t0 "
+        await fake.until(lambda: fake.cancelled == ["r1"])
+        assert text(await collect(client, max_tokens=2)) == "t0 t1 "
+        with pytest.raises(StreetcarClientError, match="slow_client") as caught:
+            async for _frame in slow:
+                pass
+    assert caught.value.status == 499
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_senders_and_any_losses_make_one_answer(seed: int) -> None:
+    """Frames of several senders, cut anywhere, some lost: after each gap the owner goes on from
+    where the reader is.
+    """
+    rng = random.Random(seed)
+    for _ in range(20):
+        tokens = list(range(rng.randint(1, 20)))
+        words = [f"{token} " * (token % 3) for token in tokens]
+        received, at = Received(), 0
+        got: list[int] = []
+        shown = ""
+        while len(got) < len(tokens):
+            end = rng.randint(at + 1, len(tokens))
+            frame = {
+                "offset": at,
+                "token_ids": tokens[at:end],
+                "text": "".join(words[at:end]),
+                "finish_reason": None,
+                "prompt_logprobs": [None] if at == 0 else None,
+            }
+            at = end
+            if rng.random() < 0.7:
+                if received.trim(frame) is None:
+                    at = received.num_tokens
+                    continue
+                got += frame["token_ids"]
+                shown += frame["text"]
+            if at == len(tokens) or rng.random() < 0.2:
+                # Another sender, which begins at the first token, or a resume.
+                at = rng.choice([0, received.num_tokens])
+        assert got == tokens and shown == "".join(words)
 
 
 async def test_closing_early_cancels(fake: FakeAdmission, client: Client) -> None:
@@ -147,7 +294,7 @@ async def test_closing_early_cancels(fake: FakeAdmission, client: Client) -> Non
             assert frame["text"] == "t0 "
             break
     await fake.until(lambda: fake.cancelled == ["r1"])
-    assert client._queues == {}
+    assert client._calls == {}
 
 
 async def test_error_frames_are_raised(fake: FakeAdmission, client: Client) -> None:

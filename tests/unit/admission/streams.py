@@ -129,6 +129,10 @@ class Desk:
     def acknowledge(self, request_id: str = "r1", code: ErrorCode | None = None) -> list[Any]:
         return self.handle(SubmitReply(request_id, self.epoch, code, "because" if code else ""))
 
+    def refuse(self, request_id: str = "r1") -> list[Any]:
+        """Another admission has it."""
+        return self.handle(SubmitReply(request_id, self.epoch, owned_elsewhere=True))
+
     def beat(self, *, ready: bool = True, mark: int | None = None, engine: str = ENGINE) -> None:
         load = engine_load(ready=ready)
         marks = [] if mark is None else [StreamMark("admission-0", mark)]
@@ -145,6 +149,7 @@ class Desk:
         end: FinishReason | None = None,
         code: ErrorCode | None = None,
         cached: int | None = None,
+        moved: Sequence[int] = (),
         scored: bool = False,
         lost: bool = False,
     ) -> list[Frame]:
@@ -169,6 +174,7 @@ class Desk:
             else [
                 SequenceFinished(tag, end, offset + len(token_ids), code, "" if not code else "?")
             ],
+            moved=pack(list(moved)),
         )
         if lost:
             return []

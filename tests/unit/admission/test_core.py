@@ -7,20 +7,18 @@ import pytest
 
 from services.admission.core import (
     DEADLINE_GRACE_NS,
-    MAX_TAG,
     SUBMIT_GIVE_UP_NS,
     SUBMIT_RETRY_NS,
-    AdmissionCore,
     CancelAsked,
     DrainAsked,
     SubmitFailed,
 )
-from services.contracts.beats import Beat, ServiceKind
 from services.contracts.errors import ErrorCode
+from services.contracts.limits import ENDED_SECONDS
 from services.contracts.public import Encoding, FinishReason
 from services.contracts.sampling import SamplingParams
 from services.contracts.vectors import unpack
-from tests.unit.admission.streams import ENGINE, MS, SECOND, Desk, Words, engine_load, ticket
+from tests.unit.admission.streams import ENGINE, MS, SECOND, Desk, ticket
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -113,7 +111,7 @@ def test_a_stop_string_may_be_shown() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [ErrorCode.NEVER_FITS, ErrorCode.QUEUE_FULL, ErrorCode.DRAINING, ErrorCode.NO_WORKER],
+    [ErrorCode.NEVER_FITS, ErrorCode.QUEUE_FULL, ErrorCode.CONTEXT_LENGTH_EXCEEDED],
 )
 def test_a_refused_submission_is_an_error_frame(code: ErrorCode) -> None:
     desk = Desk()
@@ -133,9 +131,31 @@ def test_no_engine_is_said_at_once_and_names_the_model() -> None:
     assert "words" in frame.error.message
 
 
-def test_an_engine_that_does_not_beat_any_more_is_no_engine() -> None:
+def test_an_engine_that_was_there_lately_is_waited_for() -> None:
     desk = Desk()
-    desk.now_ns = 750 * MS
+    desk.beat(ready=False)
+    desk.handle(ticket())
+    assert not desk.ends() and not desk.submits
+    desk.tick(SUBMIT_RETRY_NS)
+    desk.beat()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert [submit.engine for submit in desk.submits] == [ENGINE]
+
+
+def test_an_engine_that_stays_away_is_given_up() -> None:
+    desk = Desk()
+    desk.beat(ready=False)
+    desk.handle(ticket())
+    desk.tick(SUBMIT_GIVE_UP_NS - 1)
+    assert not desk.ends()
+    desk.tick(SUBMIT_RETRY_NS)
+    error = desk.ends()[0].error
+    assert error is not None and error.code is ErrorCode.NO_WORKER and not desk.submits
+
+
+def test_an_engine_that_was_not_heard_for_ten_seconds_is_no_engine() -> None:
+    desk = Desk()
+    desk.now_ns = SUBMIT_GIVE_UP_NS
     desk.handle(ticket("r1"))
     assert not desk.ends("r1")
     desk.now_ns += 1
@@ -143,11 +163,28 @@ def test_an_engine_that_does_not_beat_any_more_is_no_engine() -> None:
     assert desk.ends("r2")[0].error is not None
 
 
-def test_an_engine_that_is_not_ready_is_no_engine() -> None:
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.NO_WORKER])
+def test_an_engine_between_two_lives_is_asked_again(code: ErrorCode) -> None:
     desk = Desk()
-    desk.beat(ready=False)
     desk.handle(ticket())
-    assert desk.ends()[0].error is not None
+    desk.acknowledge(code=code)
+    assert not desk.ends()
+    desk.beat()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert len(desk.submits) == 2
+    desk.now_ns = SUBMIT_GIVE_UP_NS
+    desk.acknowledge(code=code)
+    error = desk.ends()[0].error
+    assert error is not None and error.code is code
+
+
+def test_an_accepted_request_outlives_a_full_queue() -> None:
+    desk = Desk()
+    desk.open()
+    desk.epoch = 2
+    desk.beat()
+    desk.acknowledge(code=ErrorCode.QUEUE_FULL)
+    assert not desk.ends()
 
 
 def test_too_many_open_requests() -> None:
@@ -208,7 +245,8 @@ def test_a_retry_takes_over_the_inbox_and_hears_everything_again() -> None:
     reply, frame = desk.frames[-1]
     assert reply == "inbox.new" and (frame.offset, frame.token_ids) == (0, [4, 5])
     assert frame.text == "w4 w5 " and len(frame.logprobs or []) == 2
-    assert len(desk.submits) == 1, "nothing runs twice"
+    assert [s.message.seq_id for s in desk.submits] == ["r1", "r1"], "its envelope is renewed"
+    desk.acknowledge()
     desk.updates(tag, 2, [6], end=LENGTH, scored=True)
     assert desk.frames[-1][0] == "inbox.new" and len(desk.ends()) == 1
 
@@ -345,13 +383,6 @@ def test_tokens_after_a_hole_that_nobody_repairs_ask_for_the_missing_ones() -> N
     assert len(desk.submits) == 2 and not desk.submits[-1].message.accepted
 
 
-def test_tags_may_begin_anywhere_so_that_two_lives_of_an_admission_share_none() -> None:
-    core = AdmissionCore("admission-0", {"words": Words()}, 10, first_tag=MAX_TAG - 1)
-    core.handle(Beat(ServiceKind.SCHEDULER, ENGINE, 1, 1, engine=engine_load()), 0)
-    tags = [core.handle(ticket(f"r{n}"), 0)[0].message.tag for n in range(3)]  # type: ignore[union-attr]
-    assert tags == [MAX_TAG, 1, 2]
-
-
 def test_a_higher_epoch_gets_every_open_request() -> None:
     desk = Desk()
     tag = desk.open()
@@ -478,5 +509,7 @@ def test_case_49_nothing_is_left_of_a_thousand_requests() -> None:
     for number in range(1000):
         tag = desk.open(f"r{number}")
         desk.updates(tag, 0, [4], end=LENGTH)
-    assert not desk.core.requests and desk.core.wake_at_ns is None
+    assert not desk.core.requests and len(desk.core.ended) == 1000
+    desk.tick(ENDED_SECONDS * SECOND)
+    assert not desk.core.ended and desk.core.wake_at_ns is None
     assert len(desk.frames) == 1000 and not desk.core.has_news

@@ -146,8 +146,39 @@ def test_a_replay_begins_from_nothing() -> None:
     opened = request(stop_strings=["w6"])
     opened.accept(0, [4, 100 + 0xE2])
     opened.frame()
-    opened.replay(ticket(reply="inbox.new"))
+    opened.answer_to(ticket(reply="inbox.new"))
+    opened.rewind(0)
     opened.accept(2, [100 + 0x82, 100 + 0xAC, 6])
     frame = opened.frame()
     assert frame is not None
     assert (frame.offset, frame.text, frame.finish_reason) == (0, "w4 €", FinishReason.STOP)
+
+
+def test_a_rewind_goes_on_in_the_middle_of_what_was_held_back() -> None:
+    token_ids = [4, 100 + 0xE2, 100 + 0x82, 100 + 0xAC, 5, 6]
+    opened = request(stop_strings=["w5 w9"])
+    opened.accept(0, token_ids)
+    whole = opened.frame()
+    assert whole is not None
+    for offset in range(len(token_ids) + 1):
+        opened.rewind(0)
+        before = request(stop_strings=["w5 w9"])
+        before.accept(0, token_ids[:offset])
+        shown = before.frame()
+        opened.rewind(offset)
+        rest = opened.frame()
+        text = (shown.text if shown else "") + (rest.text if rest else "")
+        assert text == whole.text, f"text after {offset} tokens depends on those alone"
+
+
+def test_much_to_catch_up_with_goes_out_in_parts() -> None:
+    opened = request(max_tokens=3000)
+    opened.accept(0, [4] * 2500)
+    opened.finished = SequenceFinished(1, FinishReason.LENGTH, 2500)
+    frames = [opened.frame()]
+    while opened.has_more:
+        frames.append(opened.frame())
+    sizes = [len(frame.token_ids) for frame in frames if frame is not None]
+    assert sizes == [1024, 1024, 452]
+    assert [frame.finish_reason for frame in frames if frame] == [None, None, FinishReason.LENGTH]
+    assert "".join(frame.text for frame in frames if frame) == "w4 " * 2500

@@ -144,6 +144,7 @@ async def test_a_completion(fake: FakeAdmission, openai: AsyncOpenAI) -> None:
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (5, 8)
     (request,) = fake.requests
+    assert request.pop("seed") >= 0
     assert request == {
         "request_id": answer.id.removeprefix("cmpl-") + "-0",
         "prompt": "hi",
