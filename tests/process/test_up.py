@@ -192,7 +192,8 @@ async def test_a_worker_that_hangs_means_no_worker(mortal_mesh: Mesh) -> None:
             # A request makes the scheduler notice, where its heartbeat has not said so yet.
             asking = asyncio.create_task(greedy(client, [1], 1))
             await beats.until(lambda beats: not beats.engine.ready)
-            async with httpx.AsyncClient(base_url=mesh.http_url) as http:
+            # It waits for a while: workers come back.
+            async with httpx.AsyncClient(base_url=mesh.http_url, timeout=WAIT_S) as http:
                 body = {"model": MODEL, "prompt": "Hi"}
                 response = await http.post("/v1/completions", json=body)
                 ready = await http.get("/readyz")
