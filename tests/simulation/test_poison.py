@@ -50,11 +50,11 @@ class PoisonedWorld(World):
             deadline=0.0,
             reattach=0.0,
             scheduler_restart=0.0,
+            admission_death=0.0,
         )
 
     def _draw_client(self, request_id: str, shared: list[int]) -> Client:
         client = super()._draw_client(request_id, shared)
-        client.may_be_refused = True
         client.may_end_early = len(self.clients) < len(self.markers)
         return client
 
@@ -80,8 +80,6 @@ def test_a_poison_dies_three_times_and_nobody_with_it(seeds: range) -> None:
     for seed in seeds:
         world = _run(seed, MARKERS[:1])
         last = world.clients["r0"].frames[-1]
-        if last.error is not None and last.error.code is ErrorCode.NO_WORKER:
-            continue
         assert last.error is not None, f"seed {seed}: {last}"
         assert last.error.code is ErrorCode.POISONED, f"seed {seed}"
         assert world.worker.generation == 1 + DEATHS_OF_A_POISON, f"seed {seed}"
@@ -97,7 +95,7 @@ def test_what_kills_only_in_company_is_kept_apart(seeds: range) -> None:
         world = _run(seed, MARKERS)
         for client in world.clients.values():
             error = client.frames[-1].error
-            assert error is None or error.code is ErrorCode.NO_WORKER, f"seed {seed}: {error}"
+            assert error is None, f"seed {seed}: {error}"
         assert world.worker.generation <= 1 + DEATHS_OF_A_PAIR, f"seed {seed}"
         deaths += world.worker.generation - 1
     assert deaths >= len(seeds) // 4
