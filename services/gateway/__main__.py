@@ -45,9 +45,10 @@ DRAIN_TIMEOUT_S: Final = 4
 KEEP_ALIVE_S: Final = 75
 """Longer than usual clients keep idle connections, so that they close first."""
 
-FIRST_FRAME_TIMEOUT_S: Final = 60.0
+FIRST_FRAME_TIMEOUT_S: Final = 120.0
 NEXT_FRAME_TIMEOUT_S: Final = 300.0
 BACKLOG: Final = 2048
+SEND_BUFFER_BYTES: Final = 512 * 1024
 
 
 class _Server(uvicorn.Server):
@@ -150,6 +151,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: what a reader that does not read can pile up in the system.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.bind((host, port))
     return listener
 

@@ -42,6 +42,7 @@ from services.gateway.reading import read_body
 from services.gateway.refusals import JSON, Refusal, from_mesh
 from services.gateway.sse import DONE, EventStream, event
 from services.runtime.failpoints import failpoint
+from services.runtime.log import get_logger
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -119,6 +120,13 @@ class Call:
         failpoint("gateway.before_done")
         yield DONE
 
+    def reader_is_slow(self) -> None:
+        """Who does not read its stream ends it; there is no way to tell it so."""
+        get_logger("gateway").warning("slow_client", request_id=self._id)
+        for meter in self._meters:
+            if not meter.ended:
+                meter.fail(ErrorCode.SLOW_CLIENT.value)
+
     async def _metered(self) -> AsyncGenerator[tuple[int, Frame], None]:
         try:
             async with aclosing(self._frames) as frames:
@@ -173,7 +181,8 @@ async def serve(
     if not ask.stream:
         return Response(await unless_gone(request.receive, call.whole()), media_type=JSON)
     events = call.stream()
-    return EventStream(await unless_gone(request.receive, _next(events)), events)
+    first = await unless_gone(request.receive, _next(events))
+    return EventStream(first, events, call.reader_is_slow)
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:

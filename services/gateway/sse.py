@@ -1,14 +1,15 @@
 """Server-sent events, as the OpenAI interface streams its chunks.
 
 Invariants: an event is sent as soon as it is there and is never joined with another; the generator
-of events is closed when the client goes away or the stream ends.
+of events is closed when the client goes away, takes nothing for too long, or the stream ends.
 
 Shell: writes to the connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final
 
@@ -16,6 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.disconnect import ClientGone, unless_gone
+
+SLOW_READER_S: Final = 10.0
+"""For one event, with all buffers full: as long as the bus itself waits for a slow receiver."""
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -26,21 +30,30 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `first` and then what `events` yields, all framed by `event`."""
+    """Sends `first` and then what `events` yields, all framed by `event`.
+
+    on_slow: called where the client's connection takes nothing any more.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], on_slow: Callable[[], None]
+    ) -> None:
         # Proxies may not keep events to send them together later.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._on_slow = on_slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
                 await unless_gone(receive, self._send(send))
+            except TimeoutError:
+                # First, as it is an OSError too.
+                self._on_slow()
             except (ClientGone, OSError):
                 # Nobody reads any more; closing the events cancels the generations.
                 return
@@ -50,5 +63,6 @@ class EventStream(Response):
         await send(start)
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with asyncio.timeout(SLOW_READER_S):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

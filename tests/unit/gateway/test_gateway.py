@@ -24,6 +24,7 @@ from tests.unit.fake_admission import (
     MODEL,
     FakeAdmission,
     Request,
+    answer,
     failing,
     one_token_then_wait,
     silence,
@@ -499,3 +500,36 @@ async def test_a_taken_port_is_said(tmp_path: Path, fake: FakeAdmission) -> None
     status = json.loads(output)
     assert (process.returncode, status["event"]) == (1, "fatal")
     assert port in status["message"]
+
+
+async def test_a_reader_that_does_not_read_loses_its_request_and_nobody_elses(
+    fake: FakeAdmission, http: httpx.AsyncClient
+) -> None:
+    num_frames, text = 8192, "x" * 2000
+
+    async def flood(fake: FakeAdmission, request: Request, reply: str) -> None:
+        if request["prompt"] != "flood":
+            await answer(fake, request, reply)
+            return
+        for index in range(num_frames):
+            await fake.send(reply, request, index, text=text, token_ids=[index])
+
+    fake.script = flood
+    address = httpx.URL(fake.gateway_url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        asked = json.dumps({"model": MODEL, "prompt": "flood", "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
+        writer.write(head.encode() + asked)
+        # The stream reader of asyncio stops reading by itself once its buffer is full.
+        await fake.until(lambda: len(fake.cancelled) == 1)
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 3}
+        other = await http.post("/v1/completions", json=body)
+        assert other.json()["choices"][0]["text"] == TEXT
+        async with asyncio.timeout(20):
+            tail = b""
+            while b"[DONE]" not in tail:
+                tail = tail[-500:] + await reader.read(1 << 16)
+        assert b'"slow_client"' in tail
+    finally:
+        writer.close()
