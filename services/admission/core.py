@@ -446,7 +446,7 @@ class AdmissionCore:
         self.ended.keep(request, frame, self._now_ns)
         self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
         # An abort might overtake a submission that is on its way.
-        if abort and request.request_id not in self._in_air:
+        if abort and request.engine_id and request.request_id not in self._in_air:
             self._aborts.setdefault(request.engine_id, []).append(request.request_id)
 
     def _forget(self, request: OpenRequest) -> None:

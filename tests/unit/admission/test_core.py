@@ -142,6 +142,15 @@ def test_an_engine_that_was_there_lately_is_waited_for() -> None:
     assert [submit.engine for submit in desk.submits] == [ENGINE]
 
 
+def test_a_request_that_waits_for_an_engine_can_be_cancelled() -> None:
+    desk = Desk()
+    desk.beat(ready=False)
+    desk.handle(ticket())
+    desk.handle(CancelAsked("r1"))
+    assert desk.ends()[0].finish_reason is FinishReason.ABORT
+    assert not desk.aborts and not desk.submits
+
+
 def test_an_engine_that_stays_away_is_given_up() -> None:
     desk = Desk()
     desk.beat(ready=False)
