@@ -36,6 +36,7 @@ from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
 from services.runtime.bus_url import is_loopback, user_of
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
+from services.runtime.priority import give_way
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
 
@@ -192,4 +193,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    give_way()
     sys.exit(main())

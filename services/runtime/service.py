@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import gc
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -27,6 +26,7 @@ from services.runtime import failpoints
 from services.runtime.bus import Bus, NatsBus
 from services.runtime.bus_url import without_password
 from services.runtime.log import configure_logging, get_logger, report_fatal
+from services.runtime.loop import run_loop
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
 
@@ -64,7 +64,7 @@ def run_service(name: str, main: Main) -> int:
     _calm_collector()
     try:
         failpoints.enable(settings)
-        _runner()(_until_signal(main, settings))
+        run_loop(_until_signal(main, settings))
     except Stopped:
         return 0
     except Problem as problem:
@@ -176,11 +176,3 @@ async def _until_signal(main: Main, settings: Settings) -> None:
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     loop.add_signal_handler(signal.SIGINT, stopping.set_for_good)
     await main(settings, stopping)
-
-
-def _runner() -> Callable[[Coroutine[Any, Any, None]], None]:
-    if sys.platform == "win32":
-        return asyncio.run
-    import uvloop
-
-    return uvloop.run
