@@ -86,7 +86,7 @@ class Injector:
         self.expected_deaths.append(died)
         outcome.noticed_s = died.at_s - began_s
         ready = await self._watch.until(fault.service, "ready", died.at_s, READY_TIMEOUT_S)
-        outcome.evidence = f"process {pid} {died.event.text.removeprefix('it ')}"
+        outcome.evidence = f"process {pid} {_ending(died)}"
         if ready is None:
             outcome.evidence += f"; not back after {READY_TIMEOUT_S:g} s"
             return outcome
@@ -120,7 +120,7 @@ class Injector:
         """The supervisor has taken the stopped process for hung, and ended it."""
         self.expected_deaths.append(died)
         outcome.noticed_s = died.at_s - outcome.began_s
-        outcome.evidence = f"it was stopped, and after {outcome.noticed_s:.1f} s {died.event.text}"
+        outcome.evidence = f"stopped; after {outcome.noticed_s:.1f} s it {_ending(died)}"
         service = outcome.fault.service
         ready = await self._watch.until(service, "ready", died.at_s, READY_TIMEOUT_S)
         if ready is not None:
@@ -196,6 +196,11 @@ class Injector:
                         return None
                     await asyncio.sleep(_POLL_S)
         return None
+
+
+def _ending(died: Seen) -> str:
+    """How it ended, without its last words."""
+    return died.event.text.removeprefix("it ").split(";")[0]
 
 
 def process_state(pid: int) -> str:

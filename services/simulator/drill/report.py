@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from services.simulator.drill.checker import Outcome, Verdict
+
+SLOWEST: Final = 5
 
 
 def as_dict(
@@ -41,8 +43,9 @@ def as_dict(
         "hang_noticed_s": round(verdict.hang_noticed_s, 3),
         "unexpected_deaths": verdict.unexpected_deaths,
         "slowest": [
-            f"{o.silence_s:.1f} s after {o.fault.service} {o.fault.label} in mesh {o.mesh}"
-            for o in sorted(outcomes, key=lambda o: -o.silence_s)[:3]
+            f"{o.silence_s:.1f} s without tokens after {o.fault.service} {o.fault.label}, "
+            f"noticed after {o.noticed_s or 0.0:.1f} s"
+            for o in sorted(outcomes, key=lambda o: -o.silence_s)[:SLOWEST]
         ],
         "not_verified": [
             f"{o.fault.service} {o.fault.label}: {o.evidence}" for o in outcomes if not o.verified
