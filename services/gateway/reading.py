@@ -1,12 +1,14 @@
 """Reads a request's body, at most as much as the bus would take.
 
-Invariant: never more than the limit is held in memory, whatever a client sends.
+Invariant: never more than the limit is held in memory, and for no longer than BODY_TIMEOUT_S,
+whatever a client sends.
 
 Shell: reads from the connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import msgspec
@@ -19,12 +21,22 @@ from services.gateway.refusals import Refusal, invalid
 MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
 """Of a body that is too large: a client that is still sending would not see the refusal."""
 
+BODY_TIMEOUT_S: Final = 60.0
+"""For a body to arrive in; the largest one then needs 140 kB/s."""
+
+REQUEST_TIMEOUT: Final = 408
+
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises Refusal: 413 with both sizes, or 400."""
-    body = await _read(request, limit)
+    """The JSON object in the body. Raises Refusal: 413 with both sizes, 408, or 400."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read(request, limit)
+    except TimeoutError:
+        message = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
+        raise Refusal(REQUEST_TIMEOUT, "request_timeout", message) from None
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError:

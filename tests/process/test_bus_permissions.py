@@ -158,6 +158,25 @@ async def test_s17_everybody_hears_exactly_what_the_matrix_says(people: list[Per
         assert len(person.refused) == num_refused, person.refused
 
 
+async def test_the_servers_own_tracing_carries_no_message_elsewhere(people: list[Person]) -> None:
+    """`Nats-Trace-Dest` makes the server itself publish: where its sender may, and only there."""
+    by_name = {person.name: person for person in people}
+    for name, subject in (
+        ("gpu_worker", "streetcar.v1.engine.e.plan"),
+        ("scheduler", "_INBOX_scheduler.n.1"),
+        ("observer", "_INBOX_observer.n.1"),
+    ):
+        await by_name[name].connection.subscribe(subject, cb=by_name[name].hear)
+    await _settle(people)
+    for subject in ("streetcar.v1.engine.e.plan", "_INBOX_scheduler.n.1", "_INBOX_observer.n.1"):
+        await by_name["client"].connection.publish(
+            "streetcar.v1.generate.m", b"", headers={"Nats-Trace-Dest": subject}
+        )
+    await _settle(people)
+    assert len(by_name["client"].refused) == 3
+    assert [person.name for person in people if person.heard] == []
+
+
 def _is_in(subject: str, refusals: list[str]) -> bool:
     # nats-py writes what the server says in small letters.
     return any(f'"{subject.lower()}"' in refusal for refusal in refusals)
