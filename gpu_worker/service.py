@@ -41,10 +41,13 @@ from services.runtime.service import (
     unless_stopped,
 )
 from services.runtime.settings import Settings
+from services.runtime.telemetry.recorder import Recorder, new_trace_id
+from services.runtime.telemetry.sharing import telemetry
 
 from .executor import EngineShape, Executor, Model
 from .poison import PoisonedModel
 from .shadow import ShadowModel
+from .step_spans import TracedLanes, step_span
 from .stub import StubModel
 from .watchdog import StepTimes
 
@@ -102,12 +105,15 @@ class WorkerService:
         executor: Executor,
         bus: Bus,
         result_subject: str,
+        recorder: Recorder,
         die: Callable[[int], object] = os._exit,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._executor = executor
         self._bus = bus
         self._result_subject = result_subject
+        self._recorder = recorder
+        self._traced = TracedLanes()
         self._log = get_logger("gpu_worker")
         self._ticket = 0
         self._leaving = False
@@ -160,15 +166,20 @@ class WorkerService:
             return
         start_ns = time.monotonic_ns()
         self._began_ns = start_ns
+        links = self._traced.links(plan)
         failpoint("worker.before_forward")
         result = self._executor.run(plan)
+        end_ns = time.monotonic_ns()
         result = msgspec.structs.replace(
             result,
-            elapsed_us=(time.monotonic_ns() - start_ns) // 1000,
+            elapsed_us=(end_ns - start_ns) // 1000,
             waited_us=(start_ns - queued_ns) // 1000,
         )
         self._began_ns = 0
         self._loop.call_soon_threadsafe(self._finished, result, self._executor.step_tokens)
+        if links:
+            span = step_span(plan, result, links, new_trace_id(), end_ns)
+            self._loop.call_soon_threadsafe(self._recorder.record, span)
 
     def _attach(self, request: Attach, reply: str) -> None:
         attached = self._executor.attach(request)
@@ -318,7 +329,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     executor = await unless_stopped(stopping, loading)
     names, engine = subjects(settings), settings.engine_id
     bus = await connect(settings, settings.worker_id, stopping)
-    service = WorkerService(executor, bus, names.result(engine))
+    traces = telemetry(settings, ServiceKind.GPU_WORKER, settings.worker_id)
+    service = WorkerService(executor, bus, names.result(engine), traces.recorder)
     await bus.subscribe(names.plan(engine), service.on_plan)
     await bus.serve(
         "streetcar-gpu-worker",
@@ -328,6 +340,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             Endpoint("poll", names.poll(engine), service.on_poll, queue=engine),
         ],
     )
+    await traces.join(bus, names)
     await bus.flush()
     service.runner.start()
     report_ready(id=settings.worker_id, engine=engine, num_blocks=settings.num_blocks)
@@ -352,8 +365,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         await run_until_left(
             stopping,
             leave,
-            *(service.send(), service.ended, service.watch(), beat_forever(bus, subject, beat)),
+            *(service.send(), service.ended, service.watch()),
+            *(beat_forever(bus, subject, beat), traces.share_forever()),
         )
     finally:
         service.runner.stop()
+        await traces.close()
         await bus.close()

@@ -36,6 +36,7 @@ from .events import (
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
 from .owners import BEAT_NS, Owners, next_part, offer
+from .phases import PhaseLog
 from .planning import Experience, Shape, Step
 from .policies import Policies
 from .policies.token_budget import default_budget
@@ -89,6 +90,7 @@ class SchedulerCore:
         self.experience = Experience()
         self.ballots = Ballots(config.engine, config.dp_group, config.dp_size)
         self.owners = Owners()
+        self.phases = PhaseLog(config.engine, config.incarnation)
         self.draining = False
         self.max_model_len = 0
         self.updates = UpdateLog(config.engine)
@@ -107,11 +109,13 @@ class SchedulerCore:
         self.batch.stir()
         self._now_ns = now_ns
         self.roster.see_time(now_ns)
+        self.phases.now_ns = now_ns
         self._dispatch(event, now_ns)
         return self._settle(now_ns)
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: retries, give-ups, deadlines, and the next plan when it is due."""
+        self.phases.now_ns = now_ns
         attach = self.link.attach(now_ns)
         if attach is not None:
             self._effects.append(attach)
@@ -167,7 +171,7 @@ class SchedulerCore:
             if not self.draining:
                 self._ask_lookups(now_ns)
             self.batch.planner.votes = self.ballots.votes(now_ns)
-            self._effects.extend(self.batch.plans_due(now_ns, self.updates))
+            self._plan(now_ns)
             lease.shed()
             delta = lease.flush()
             if delta is not None:
@@ -177,8 +181,18 @@ class SchedulerCore:
             if ask is not None and not self.draining:
                 self._effects.append(ask)
         self._effects.extend(self.updates.flush(self.link.generation, self.link.epoch))
+        self._effects.extend(self.phases.take())
         effects, self._effects = self._effects, []
         return effects
+
+    def _plan(self, now_ns: int) -> None:
+        batch, num_preempted = self.batch, self.batch.num_preempted
+        plans = batch.plans_due(now_ns, self.updates)
+        self._effects.extend(plans)
+        if plans:
+            self.phases.planned(list(batch.pipeline.steps)[-len(plans) :], batch.lanes)
+        if batch.num_preempted != num_preempted:
+            self.phases.preempted()
 
     # ---- sequences come and go
 
@@ -216,6 +230,7 @@ class SchedulerCore:
 
     def _admit(self, message: SubmitSequence, now_ns: int) -> None:
         seq = self.roster.admit(message, now_ns)
+        self.phases.admitted(seq)
         self.totals.num_prompt_tokens += seq.num_prompt_tokens
         if self.config.policies.queue == "fair":
             present = {other.salt for other in self.roster.live() if other is not seq}
@@ -300,6 +315,7 @@ class SchedulerCore:
         self.experience.counters.add(seq.salt, seq.num_output_tokens)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.experience.outputs.observe(seq.num_output_tokens)
+        self.phases.ended(seq, reason)
         self.roster.finish(seq, (reason, code, message))
         self.updates.add_finished(seq, reason, code, message)
         self.batch.return_blocks(seq)
@@ -319,6 +335,7 @@ class SchedulerCore:
             self._poll(now_ns)
             return
         period_ns = now_ns - pipeline.last_result_ns
+        self.phases.arrived(step)
         for seq, reason, code, message in self.batch.take_result(result, now_ns, self.updates):
             self._finish(seq, reason, code, message)
         self.batch.departed_blocks_back(step)
@@ -345,6 +362,8 @@ class SchedulerCore:
             scheduler_us=0,
             elapsed_us=result.elapsed_us,
             period_us=period_ns // 1000,
+            scheduled=step.scheduled,
+            queued=self.waiting.load.queued_requests(),
         )
 
     # ---- the ledger
@@ -448,6 +467,7 @@ class SchedulerCore:
         for seq in self.roster.live():
             self.updates.admission_index(seq.admission_id)
         self.batch.lease.snapshot_due = True
+        self.phases.attached(attached.generation, attached.epoch)
         note: dict[str, int | float | str] = {
             "generation": attached.generation,
             "epoch": attached.epoch,
@@ -472,6 +492,7 @@ class SchedulerCore:
         self.totals.num_preemptions = self._num_preemptions
         for seq in self._known():
             self._uproot(seq)
+        self.phases.detached()
         self.batch = self._empty_batch()
         self._effects.append(Note("detached", dict(gone)))
 
@@ -600,6 +621,7 @@ class SchedulerCore:
                 assert not seq.block_ids, f"{seq.seq_id} is finished and still holds blocks"
             assert (seq.lane != NO_LANE) == (seq.status is SequenceStatus.RUNNING)
         self.batch.lease.check_invariants(self._holders())
+        self.phases.check_invariants(self.roster.live())
 
     def _known(self) -> list[Sequence]:
         """Every sequence that anything still names."""

@@ -24,6 +24,7 @@ from services.contracts.sequences import (
     SequenceUpdates,
     SubmitSequence,
 )
+from services.contracts.spans import TimedSpan
 from services.contracts.step import (
     Attach,
     Attached,
@@ -115,4 +116,5 @@ Effect: TypeAlias = (
     | LeaseRequest
     | Attach
     | Poll
+    | TimedSpan
 )

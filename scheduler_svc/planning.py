@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.contracts.step import LaneJoin
+from services.contracts.step import LaneJoin, ScheduledRequests
+from services.contracts.trace_context import is_sampled
 from services.contracts.vectors import Int32Array
 
 from .lanes import NO_LANES, LaneIndices, LaneTable
 from .lease import Lease
+from .load import scheduled_requests
 from .policies import Policies
 from .policies.batching import Door, group_due_ns, may_join
 from .policies.fit import peak_tokens, watermark_blocks
@@ -63,6 +65,7 @@ class Step:
     append_lanes, append_blocks: pairs, in order.
     started: sequences that run for the first time.
     decode: whether lanes that it does not name advance. num_kv_tokens: that it reads, in all lanes.
+    scheduled: the same for others to read.
     departed: sequences that left their lane while the step was under way, by lane.
     """
 
@@ -77,6 +80,7 @@ class Step:
     started: list[Sequence]
     append_lanes: list[int]
     append_blocks: list[int]
+    scheduled: ScheduledRequests
     departed: dict[int, Sequence] = field(default_factory=dict)
     decode: bool = True
     num_kv_tokens: int = 0
@@ -401,6 +405,7 @@ class Planner:
                 num_computed_tokens=num_computed,
                 num_prompt_tokens=seq.num_prompt_tokens,
                 sampling=seq.sampling,
+                traceparent=seq.traceparent if is_sampled(seq.traceparent) else "",
             )
         )
         self._chunks.append((lane, chunk))
@@ -416,7 +421,7 @@ class Planner:
         """
         lanes = self.lanes
         # A decoding lane knows one token more than it has computed, before the step and after it.
-        computed = lanes.tokens[decodes]
+        context = computed = lanes.tokens[decodes]
         lanes.computed[decodes] = computed
         lanes.tokens[decodes] = computed + 1
         num_kv_tokens = int(computed.sum())
@@ -447,4 +452,5 @@ class Planner:
             append_blocks=self._append_blocks,
             decode=kind.decode,
             num_kv_tokens=num_kv_tokens,
+            scheduled=scheduled_requests(lanes, context, self._chunks),
         )

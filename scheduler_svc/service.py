@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from services.contracts import codec
-from services.contracts.beats import Beat
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.errors import WireError
 from services.contracts.kv import (
     KvDelta,
@@ -27,6 +27,7 @@ from services.contracts.kv import (
     LookupRequest,
 )
 from services.contracts.sequences import AbortSequences, SubmitSequence
+from services.contracts.spans import TimedSpan
 from services.contracts.step import (
     Attach,
     Attached,
@@ -56,6 +57,8 @@ from services.runtime.service import (
     subjects,
 )
 from services.runtime.settings import Settings
+from services.runtime.telemetry.recorder import Recorder
+from services.runtime.telemetry.sharing import telemetry
 
 from .core import SchedulerConfig, SchedulerCore
 from .events import (
@@ -114,10 +117,11 @@ class _TimedCore:
 
 
 class SchedulerService:
-    def __init__(self, core: SchedulerCore, bus: Bus, names: Subjects) -> None:
+    def __init__(self, core: SchedulerCore, bus: Bus, names: Subjects, recorder: Recorder) -> None:
         self._timed = _TimedCore(core)
         self._bus = bus
         self._names = names
+        self._recorder = recorder
         self._engine = core.config.engine
         self._log = get_logger("scheduler")
         self._plan_bytes: dict[int, int] = {}
@@ -191,6 +195,8 @@ class SchedulerService:
                 )
             case Poll():
                 self._ask(self._ask_worker(names.poll(engine), effect, _poll_reply, POLL_TIMEOUT_S))
+            case TimedSpan():
+                self._recorder.record(effect)
             case Note():
                 self._log.info(effect.event, **effect.fields)
 
@@ -281,7 +287,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     names, engine = subjects(settings), settings.engine_id
     bus = await connect(settings, settings.scheduler_id, stopping)
     core = SchedulerCore(config_of(settings, bus.max_payload))
-    service = SchedulerService(core, bus, names)
+    traces = telemetry(settings, ServiceKind.SCHEDULER, engine)
+    service = SchedulerService(core, bus, names, traces.recorder)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [
         (names.result(engine), service.on_result),
         (names.any_beat("gpu_worker"), service.on_beat),
@@ -299,6 +306,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             Endpoint("abort", names.abort(engine), service.on_abort, queue=engine),
         ],
     )
+    await traces.join(bus, names)
     await bus.flush()
     report_ready(id=settings.scheduler_id, engine=engine)
     beat = names.beat("scheduler", engine)
@@ -309,7 +317,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
     try:
         await run_until_left(
-            stopping, leave, service.actor.run(), beat_forever(bus, beat, core.beat)
+            stopping,
+            leave,
+            service.actor.run(),
+            beat_forever(bus, beat, core.beat),
+            traces.share_forever(),
         )
     finally:
+        await traces.close()
         await bus.close()

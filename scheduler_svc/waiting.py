@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
+from .load import QueueLoad
 from .sequence import Sequence
 
 
@@ -19,6 +20,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
         self._looking_up: set[int] = set()
+        self.load = QueueLoad()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -27,10 +29,12 @@ class WaitingQueue:
         return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
+        self.load.add(seq)
         insort(self._queue, seq, key=lambda other: other.order)
 
     def remove(self, seq: Sequence) -> None:
         self._queue.remove(seq)
+        self.load.remove(seq)
         self._looking_up.discard(seq.uid)
 
     def ready(self) -> Iterator[Sequence]:

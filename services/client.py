@@ -128,6 +128,7 @@ class Client:
         *,
         request_id: str | None = None,
         traceparent: str | None = None,
+        tracestate: str | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Frame, None]:
         """Frames of one answer: `text`, `token_ids` ...; the last has `finish_reason` and `usage`.
@@ -139,7 +140,8 @@ class Client:
         if request.get("seed") is None:
             # Drawn here, so that a retry is the same request and gets the same tokens.
             request["seed"] = secrets.randbits(63)
-        headers = {"traceparent": traceparent} if traceparent else None
+        trace = {"traceparent": traceparent, "tracestate": tracestate}
+        headers = {name: value for name, value in trace.items() if value} or None
         number = str(next(self._numbers))
         call = self._calls[number] = _Call(self, model, request, number, headers)
         finished = False

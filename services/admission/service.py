@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections import Counter
@@ -21,10 +22,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from services.contracts import codec
-from services.contracts.beats import Beat
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.errors import ERRORS, ErrorCode, RequestError, WireError
 from services.contracts.ids import MAX_ID_LENGTH, is_id
-from services.contracts.limits import BEAT_PERIOD_MS, MAX_FRAME_DELAY_MS, MAX_TRACE_CHARS
+from services.contracts.limits import BEAT_PERIOD_MS, MAX_FRAME_DELAY_MS
 from services.contracts.permissions import takes_frames
 from services.contracts.public import (
     Encoding,
@@ -63,6 +64,8 @@ from services.runtime.service import (
     unless_stopped,
 )
 from services.runtime.settings import Settings
+from services.runtime.telemetry.recorder import Recorder, new_span_id
+from services.runtime.telemetry.sharing import telemetry
 
 from .core import (
     Abort,
@@ -83,6 +86,7 @@ from .core import (
 from .engines import ABSENCE_NS
 from .model_text import ModelText, load_model_text
 from .open_request import Ticket
+from .request_spans import Arrival, RequestSpans
 from .validation import ModelLimits, check, decode, prepare
 
 SUBMIT_TIMEOUT_S: Final = 1.0
@@ -113,11 +117,15 @@ T = TypeVar("T")
 
 
 class AdmissionService:
-    def __init__(self, core: AdmissionCore, text: ModelText, bus: Bus, names: Subjects) -> None:
+    def __init__(
+        self, core: AdmissionCore, text: ModelText, bus: Bus, names: Subjects, recorder: Recorder
+    ) -> None:
         self._core = core
         self._text = text
         self._bus = bus
         self._names = names
+        self._recorder = recorder
+        self._spans = RequestSpans()
         self._log = get_logger("admission")
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -182,11 +190,13 @@ class AdmissionService:
 
     async def _generate(self, delivery: Delivery) -> None:
         encoding, request_id = encoding_of(delivery.payload), request_id_of(delivery.payload)
+        arrival = self._arrival(delivery)
         try:
             request = decode(delivery.payload)
             request_id = request_id or f"req-{secrets.token_hex(12)}"
             model = self._model_of(delivery.subject)
             ticket = await self._ticket(request, request_id, model, delivery, encoding)
+            ticket = dataclasses.replace(ticket, traceparent=arrival.place.traceparent)
         except RequestError as error:
             frame = Frame(
                 request_id=request_id,
@@ -195,9 +205,17 @@ class AdmissionService:
                 error=ErrorBody(error.code, error.message),
             )
             await self._send_frame(SendFrame(delivery.reply, encoding, frame))
+            self._spans.refused(request_id, arrival, error.code, time.monotonic_ns())
+            self._record_spans()
+            self._log.info("request_refused", request_id=request_id, code=error.code.value)
             return
+        self._spans.opened(ticket, arrival, time.monotonic_ns())
         if not failpoint("admission.after_ticket"):
             self.actor.post(ticket)
+
+    def _arrival(self, delivery: Delivery) -> Arrival:
+        caller = self._recorder.context(delivery.headers)
+        return Arrival(caller.child(new_span_id()), caller.span_id, time.monotonic_ns())
 
     def _model_of(self, subject: str) -> str:
         model = self._names.tail(subject, 1)
@@ -244,7 +262,6 @@ class AdmissionService:
             priority=request.priority,
             deadline_ms=request.deadline_ms or 0,
             retry=request.retry,
-            traceparent=delivery.headers.get("traceparent", "")[:MAX_TRACE_CHARS],
         )
 
     async def _limits(self, model: str) -> ModelLimits:
@@ -336,7 +353,9 @@ class AdmissionService:
                 elif not failpoint("admission.before_terminal_frame"):
                     await self._send_frame(effect)
                     failpoint("admission.after_terminal_frame")
+                self._frame_sent(effect)
             case Submit():
+                self._spans.submitted(effect, time.monotonic_ns())
                 self._spawn(self._submit(effect))
             case Abort():
                 self._spawn(self._abort(effect))
@@ -344,6 +363,16 @@ class AdmissionService:
                 if effect.reply:
                     answer = msgspec.json.encode({"request_id": effect.request_id})
                     await self._bus.publish(effect.reply, answer)
+
+    def _frame_sent(self, effect: SendFrame) -> None:
+        end = self._spans.shown(effect, time.monotonic_ns())
+        if end is not None:
+            self._record_spans()
+            self._log.info("request_ended", **dataclasses.asdict(end))
+
+    def _record_spans(self) -> None:
+        for span in self._spans.take():
+            self._recorder.record(span)
 
     async def _send_frame(self, effect: SendFrame) -> None:
         frame = effect.frame
@@ -475,7 +504,8 @@ async def serve(settings: Settings, stopping: Stopping) -> None:
     names, me = subjects(settings), run_id(settings.admission_id)
     bus = await connect(settings, me, stopping)
     core = AdmissionCore(me, {text.name: text}, MAX_OPEN_REQUESTS)
-    service = AdmissionService(core, text, bus, names)
+    traces = telemetry(settings, ServiceKind.ADMISSION, me)
+    service = AdmissionService(core, text, bus, names, traces.recorder)
     listeners: list[tuple[str, Callable[[Delivery], None]]] = [
         (names.updates(me), service.on_updates),
         (names.any_beat("scheduler"), service.on_beat),
@@ -488,6 +518,7 @@ async def serve(settings: Settings, stopping: Stopping) -> None:
     ]
     for subject, handler in listeners:
         await bus.subscribe(subject, handler)
+    await traces.join(bus, names)
 
     async def serve_and_drain() -> None:
         await service.until_engine_heard()
@@ -500,6 +531,13 @@ async def serve(settings: Settings, stopping: Stopping) -> None:
 
     try:
         never = asyncio.Event()
-        await run_together(never, service.actor.run(), service.beat_forever(), serve_and_drain())
+        await run_together(
+            never,
+            service.actor.run(),
+            service.beat_forever(),
+            serve_and_drain(),
+            traces.share_forever(),
+        )
     finally:
+        await traces.close()
         await bus.close()

@@ -23,7 +23,12 @@ INTERRUPTED: Final = 130
 
 @app.command
 def mesh(
-    *, lanes: int = 256, step_ms: float = 5.0, seconds: float = 10.0, json: bool = False
+    *,
+    lanes: int = 256,
+    step_ms: float = 5.0,
+    seconds: float = 10.0,
+    trace_ratio: float = 1.0,
+    json: bool = False,
 ) -> int:
     """Fill every lane of a stub worker and measure the steps.
 
@@ -35,6 +40,8 @@ def mesh(
         How long the stub worker takes for a step.
     seconds
         How long to measure, after a second of warm-up.
+    trace_ratio
+        Share of the lanes whose trace is recorded.
     json
         Print the result as one object.
     """
@@ -44,6 +51,7 @@ def mesh(
     from services.runtime.loop import run_loop
 
     settings = prepare(bench_settings(lanes, step_ms, seconds))
+    settings = settings.replace("bench", trace_ratio=trace_ratio)
 
     async def work(cluster: Cluster) -> dict[str, Any]:
         return await measure(cluster, settings, seconds)
@@ -63,7 +71,9 @@ def mesh(
 
 
 @app.command
-def scheduler(lanes: int = 256, steps: int = 2000, *, json: bool = False) -> int:
+def scheduler(
+    lanes: int = 256, steps: int = 2000, *, traced: bool = False, json: bool = False
+) -> int:
     """What a steady decode step costs the scheduler alone, without bus and model.
 
     Parameters
@@ -72,12 +82,14 @@ def scheduler(lanes: int = 256, steps: int = 2000, *, json: bool = False) -> int
         Sequences that decode, in random phases of their blocks of 16.
     steps
         How many steps to measure.
+    traced
+        Every sequence is part of a trace that is recorded.
     json
         Print the result as one object.
     """
     from services.simulator.steady import measure
 
-    figures = dataclasses.asdict(measure(lanes, steps))
+    figures = dataclasses.asdict(measure(lanes, steps, traced=traced))
     if json:
         print_json(figures)
         return 0

@@ -33,6 +33,8 @@ COMMANDS: Final = {
     "generate": ("services.cli.generate:generate", "Complete a prompt."),
     "chat": ("services.cli.chat:chat", "Talk with the model."),
     "ps": ("services.cli.ps:ps", "Services that are alive, and what they carry."),
+    "top": ("services.cli.top:top", "Engines, lanes, queue, KV and the last steps, live."),
+    "trace": ("services.cli.trace:trace", "Where the time of one request went."),
     "kv": ("services.cli.kv:app", "KV blocks: pools, tiers, tenants, hit rates; `kv check`."),
     "check": ("services.cli.check:check", "Score reference tokens, or measure perplexity."),
     "bench": (

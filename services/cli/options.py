@@ -66,6 +66,8 @@ class ClusterOptions:
     threads: Annotated[int | None, _knob("threads")] = None
     cache_dir: Annotated[str | None, _knob("cache_dir")] = None
     run_dir: Annotated[str | None, _knob("run_dir")] = None
+    trace_ratio: Annotated[float | None, _knob("trace_ratio")] = None
+    otlp_endpoint: Annotated[str | None, _knob("otlp_endpoint")] = None
     log_level: Annotated[str | None, _knob("log_level")] = None
     config: Annotated[str | None, Parameter(help="TOML file of settings")] = None
 

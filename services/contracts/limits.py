@@ -70,6 +70,17 @@ ENGINE_ABSENCE_SECONDS: Final = 10
 MAX_ERROR_CHARS: Final = 2048
 MAX_ENVELOPE_BYTES: Final = 64 * 1024
 MAX_TRACE_CHARS: Final = 128
+MAX_TRACESTATE_CHARS: Final = 512
 MAX_NAMES: Final = 256
 # Of one list in a message between services: several times what one step of all lanes can fill.
 MAX_ENTRIES: Final = 16 * MAX_LANES
+
+# Spans, per service: the oldest give way; those not yet shared or exported are dropped and counted.
+MAX_SPANS_KEPT: Final = 8192
+MAX_SPAN_BYTES_KEPT: Final = 8 * 1024 * 1024
+MAX_SPANS_SENT: Final = 512
+MAX_SPANS_QUEUED: Final = 4096
+MAX_SPAN_NAME_CHARS: Final = 128
+MAX_ATTRIBUTE_CHARS: Final = 256
+MAX_ATTRIBUTES: Final = 32
+MAX_SPAN_LINKS: Final = 64

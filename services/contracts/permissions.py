@@ -41,6 +41,14 @@ SERVICES: Final = (
 CLIENTS: Final = (User.CLIENT, User.GATEWAY)
 """Those who may ask for text, and so those whose inboxes take frames."""
 
+RECORDERS: Final = (User.ADMISSION, User.SCHEDULER, User.GPU_WORKER, User.GATEWAY)
+"""Those who have spans to share."""
+
+SPAN_KEEPERS: Final = (User.ADMISSION, User.GATEWAY)
+"""Those who keep the spans of others: two kinds, so that the death of any one process loses no part
+of a trace but its last moment.
+"""
+
 DEFAULT_INBOX: Final = "_INBOX"
 DISCOVERY: Final = ("$SRV.PING", "$SRV.INFO", "$SRV.STATS")
 
@@ -76,11 +84,15 @@ def takes_frames(reply: str) -> bool:
     return reply.startswith(tuple(f"{inbox_prefix(user)}." for user in CLIENTS))
 
 
+def takes_spans(reply: str) -> bool:
+    """Whether `reply` is an inbox of the observer, or NATS's own, where the bus has no users."""
+    return reply.startswith((f"{inbox_prefix(User.OBSERVER)}.", f"{DEFAULT_INBOX}."))
+
+
 def families(subjects: Subjects) -> tuple[Family, ...]:
     """The table. Every pair of a subject and a user that it does not name is refused."""
     admission, scheduler, ledger = (User.ADMISSION,), (User.SCHEDULER,), (User.KV_STORE,)
     worker, observer = (User.GPU_WORKER,), (User.OBSERVER,)
-    prefix = subjects.prefix
     return (
         Family(subjects.any_generate, CLIENTS, admission),
         Family(subjects.any_cancel, CLIENTS, admission),
@@ -101,7 +113,8 @@ def families(subjects: Subjects) -> tuple[Family, ...]:
         Family(_every(subjects.delta), scheduler, ()),
         Family(_every(subjects.kv_report), observer, ()),
         Family(_every(subjects.kv_check), observer, ()),
-        Family(f"{prefix}.trace.*", observer, SERVICES),
+        Family(subjects.any_trace, observer, SERVICES),
+        Family(subjects.spans, RECORDERS, SPAN_KEEPERS),
         Family(subjects.any_beat(), (), (*SERVICES, *observer)),
         *(Family(subjects.any_beat(service), (service,), ()) for service in SERVICES),
         *(Family(subject, observer, SERVICES) for subject in DISCOVERY),

@@ -10,8 +10,9 @@ Pure.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Final
 
+import msgspec
 from msgspec import Meta
 
 from . import limits
@@ -61,7 +62,8 @@ class LaneJoin(Message, frozen=True, kw_only=True):
 
     token_ids: prompt and accepted output. block_ids: those it holds now; more come by append.
     num_computed_tokens: how many of its tokens already lie in those blocks.
-    num_prompt_tokens: where the output starts.
+    num_prompt_tokens: where the output starts. traceparent: of a request whose trace is recorded,
+    else "".
     """
 
     lane: _Lane
@@ -70,6 +72,7 @@ class LaneJoin(Message, frozen=True, kw_only=True):
     num_computed_tokens: int = 0
     num_prompt_tokens: int
     sampling: SamplingParams
+    traceparent: Annotated[str, Meta(max_length=limits.MAX_TRACE_CHARS)] = ""
 
 
 class StepPlan(Message, frozen=True, tag="plan"):
@@ -159,6 +162,39 @@ class PollReply(Message, frozen=True, tag="poll_reply"):
     result: StepResult | None = None
 
 
+class ScheduledRequests(Message, frozen=True, kw_only=True):
+    """What one step computes, under the names of Dynamo's ForwardPassMetrics.
+
+    sum_prefill_tokens: computed in this step; var_prefill_length: population variance of the
+    lengths of their sequences; sum_prefill_kv_tokens: theirs that were there before it.
+    sum_decode_kv_tokens, var_decode_kv_tokens: context lengths of decodes.
+    """
+
+    num_prefill_requests: int = 0
+    sum_prefill_tokens: int = 0
+    var_prefill_length: float = 0.0
+    sum_prefill_kv_tokens: int = 0
+    num_decode_requests: int = 0
+    sum_decode_kv_tokens: int = 0
+    var_decode_kv_tokens: float = 0.0
+
+
+class QueuedRequests(Message, frozen=True, kw_only=True):
+    """What waits, under the same names: sequences that have not run yet, and those that were
+    generating when they were preempted.
+    """
+
+    num_prefill_requests: int = 0
+    sum_prefill_tokens: int = 0
+    var_prefill_length: float = 0.0
+    num_decode_requests: int = 0
+    sum_decode_kv_tokens: int = 0
+    var_decode_kv_tokens: float = 0.0
+
+
+FORWARD_PASS_METRICS_VERSION: Final = 1
+
+
 class StepEvent(Message, frozen=True, tag="step"):
     """scheduler -> anyone, one per step, dropped freely. Durations in microseconds, sizes in
     bytes.
@@ -179,3 +215,20 @@ class StepEvent(Message, frozen=True, tag="step"):
     scheduler_us: int
     elapsed_us: int
     period_us: int
+    scheduled: ScheduledRequests = ScheduledRequests()
+    queued: QueuedRequests = QueuedRequests()
+
+
+def forward_pass_metrics(event: StepEvent) -> dict[str, Any]:
+    """`event` as Dynamo's ForwardPassMetrics, version 1: wall_time in seconds is the worker's own;
+    the engine stands for the worker, and step ids, which begin anew with each epoch, for the count.
+    """
+    return {
+        "version": FORWARD_PASS_METRICS_VERSION,
+        "worker_id": event.engine,
+        "dp_rank": 0,
+        "counter_id": event.step_id,
+        "wall_time": event.elapsed_us / 1e6,
+        "scheduled_requests": msgspec.structs.asdict(event.scheduled),
+        "queued_requests": msgspec.structs.asdict(event.queued),
+    }

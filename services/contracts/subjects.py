@@ -71,6 +71,10 @@ class Subjects:
     def steps(self, engine: str) -> str:
         return f"{self.prefix}.engine.{_token(engine)}.steps"
 
+    @property
+    def any_steps(self) -> str:
+        return f"{self.prefix}.engine.*.steps"
+
     # Admission.
     def updates(self, admission: str) -> str:
         return f"{self.prefix}.admission.{_token(admission)}.updates"
@@ -109,6 +113,18 @@ class Subjects:
 
     def any_beat(self, kind: str = "*") -> str:
         return f"{self.prefix}.beat.{kind}.*"
+
+    # Traces: asked of every service; closed spans, for those that keep them for others.
+    def trace(self, request_or_trace_id: str) -> str:
+        return f"{self.prefix}.trace.{_token(request_or_trace_id)}"
+
+    @property
+    def any_trace(self) -> str:
+        return f"{self.prefix}.trace.*"
+
+    @property
+    def spans(self) -> str:
+        return f"{self.prefix}.spans"
 
     def tail(self, subject: str, parts: int) -> str:
         """The part of `subject` after the prefix and `parts` further tokens.

@@ -39,6 +39,7 @@ from services.runtime.log import configure_logging, get_logger, report_fatal, re
 from services.runtime.priority import give_way
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
+from services.runtime.telemetry.sharing import telemetry
 
 DRAIN_TIMEOUT_S: Final = 4
 """Below the time that a supervisor gives before it kills."""
@@ -115,7 +116,9 @@ async def _serve(
     for kind in (ServiceKind.SCHEDULER, ServiceKind.ADMISSION):
         await bus.subscribe(subjects.any_beat(kind.value), hear)
     await bus.serve("streetcar-gateway", "Streetcar: the OpenAI-compatible HTTP edge", [])
-    gateway = Gateway(client, view, body_limit=client.max_payload)
+    traces = telemetry(settings, ServiceKind.GATEWAY, settings.gateway_id)
+    await traces.join(bus, subjects)
+    gateway = Gateway(client, view, body_limit=client.max_payload, recorder=traces.recorder)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     app = Guard(build_app(gateway), keys, local=is_loopback(settings.http_host))
@@ -124,10 +127,13 @@ async def _serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, server.stop)
     beating = asyncio.create_task(_beat(bus, subjects, settings.gateway_id))
+    sharing = asyncio.create_task(traces.share_forever())
     try:
         await server.serve(sockets=[listener])
     finally:
         beating.cancel()
+        sharing.cancel()
+        await traces.close()
         await bus.close()
 
 

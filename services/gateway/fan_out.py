@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from services.client import Frame
 from services.contracts.limits import MAX_SEED
+from services.contracts.trace_context import TraceContext
 
 Fields = dict[str, Any]
 MAX_MERGED_FRAMES: Final = 256
@@ -31,6 +32,7 @@ class Generator(Protocol):
         *,
         request_id: str | None = None,
         traceparent: str | None = None,
+        tracestate: str | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Frame, None]: ...
 
@@ -47,11 +49,12 @@ def child_seed(seed: int, index: int) -> int:
 
 
 async def fan_out(
-    client: Generator, model: str, children: Sequence[Fields], traceparent: str | None
+    client: Generator, model: str, children: Sequence[Fields], place: TraceContext
 ) -> AsyncGenerator[tuple[int, Frame], None]:
     """(index of the child, frame) in the order of arrival. Raises StreetcarClientError."""
+    trace = {"traceparent": place.traceparent, "tracestate": place.tracestate or None}
     if len(children) == 1:
-        generation = client.generate(model, traceparent=traceparent, **children[0])
+        generation = client.generate(model, **trace, **children[0])
         async with aclosing(generation) as frames:
             async for frame in frames:
                 yield 0, frame
@@ -60,7 +63,7 @@ async def fan_out(
 
     async def forward(index: int) -> None:
         try:
-            generation = client.generate(model, traceparent=traceparent, **children[index])
+            generation = client.generate(model, **trace, **children[index])
             async with aclosing(generation) as frames:
                 async for frame in frames:
                     await queue.put((index, frame))

@@ -8,13 +8,12 @@ Shell: clock, connection.
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -40,11 +39,11 @@ from services.gateway.mesh_view import MeshView
 from services.gateway.metrics import Meter, Metrics
 from services.gateway.reading import read_body
 from services.gateway.refusals import JSON, Refusal, from_mesh
+from services.gateway.request_span import RequestSpan
 from services.gateway.sse import DONE, EventStream, event
 from services.runtime.failpoints import failpoint
 from services.runtime.log import get_logger
-
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+from services.runtime.telemetry.recorder import Recorder
 
 
 @dataclass(slots=True)
@@ -55,6 +54,7 @@ class Gateway:
     view: MeshView
     body_limit: int
     draining: bool = False
+    recorder: Recorder = field(default_factory=lambda: Recorder("gateway"))
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Call:
         dialect: Dialect,
         *,
         started_s: float,
-        traceparent: str | None,
+        span: RequestSpan,
     ) -> None:
         """`started_s`: when the request arrived, as `time.monotonic` says."""
         name = uuid.uuid4().hex
@@ -86,7 +86,8 @@ class Call:
         metrics.params_n.labels(ask.model).observe(ask.num_choices)
         if max_tokens := ask.children[0].get("max_tokens"):
             metrics.params_max_tokens.labels(ask.model).observe(max_tokens)
-        self._frames = fan_out(gateway.client, ask.model, self._ask.children, traceparent)
+        self._span = span
+        self._frames = fan_out(gateway.client, ask.model, self._ask.children, span.place)
 
     async def whole(self) -> bytes:
         """The body of a complete answer. Raises Refusal."""
@@ -137,10 +138,12 @@ class Call:
                     yield index, frame
         except StreetcarClientError as error:
             next(meter for meter in self._meters if not meter.ended).fail(error.code)
+            self._span.error = error.code
             raise from_mesh(error) from None
         finally:
             for meter in self._meters:
                 meter.end(FinishReason.ABORT.value)
+            self._span.end(self._id, self._ask, self._usages)
 
     def _openings(self) -> list[AnyChoice]:
         openings = (self._dialect.opening(choice.index) for choice in self._choices)
@@ -170,14 +173,8 @@ async def serve(
     ask = parse(body)
     _check_model(gateway, ask.model)
     failpoint("gateway.before_request")
-    traceparent = request.headers.get("traceparent", "")
-    call = Call(
-        gateway,
-        ask,
-        dialect,
-        started_s=started_s,
-        traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else None,
-    )
+    span = RequestSpan(gateway.recorder, request, started_s)
+    call = Call(gateway, ask, dialect, started_s=started_s, span=span)
     if not ask.stream:
         return Response(await unless_gone(request.receive, call.whole()), media_type=JSON)
     events = call.stream()

@@ -29,11 +29,13 @@ HTTP_PORT_VARIABLE: Final = "STREETCAR_HTTP_PORT"
 ADMISSION_ID_VARIABLE: Final = "STREETCAR_ADMISSION_ID"
 NATS_URL_VARIABLE: Final = "STREETCAR_NATS_URL"
 CONFIG_FILE_NAME: Final = "streetcar.toml"
+OTLP_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 MAX_CONFIG_BYTES: Final = 1 << 20
 
 _ID: Final = r"[A-Za-z0-9_-]{1,64}"
 _PREFIX: Final = rf"{_ID}(\.{_ID}){{0,7}}"
 _URL: Final = r"(|nats://[^\s,]+(,nats://[^\s,]+)*)"
+_HTTP_URL: Final = r"(|https?://[^\s]{1,255})"
 _LOOPBACK: Final = "127.0.0.1"
 _SHORT_FLAGS: Final = {"nats_url": "--nats"}
 """Flags that are not called after their setting."""
@@ -149,6 +151,12 @@ class Settings:
 
     cache_dir: str = _knob("", "where models lie, empty: the user's cache")
     run_dir: str = _knob("", "logs and the bus's files, empty: a new temporary directory")
+    trace_ratio: float = _knob(
+        1.0, "share of new traces that are recorded; a caller's decision is kept", low=0.0, high=1.0
+    )
+    otlp_endpoint: str = _knob(
+        "", f"OTLP/HTTP collector for spans, empty: {OTLP_VARIABLE}", pattern=_HTTP_URL
+    )
     log_level: str = _knob(
         "info", "least severe level logged", choices=("debug", "info", "warning", "error")
     )
@@ -190,6 +198,17 @@ class Settings:
     def native_path(self) -> Path:
         """The directory of native code, built for this machine."""
         return self.cache_path / "native"
+
+    @property
+    def otlp_url(self) -> str:
+        """Where spans are exported to, or "": the field's own variable counts where we name none.
+
+        Raises SettingsError where that variable is no URL.
+        """
+        url = self.otlp_endpoint or os.environ.get(OTLP_VARIABLE, "").strip()
+        if not re.fullmatch(_HTTP_URL, url):
+            raise SettingsError(f"{OTLP_VARIABLE} = {url!r} is no http URL")
+        return url
 
     def replace(self, origin: str, **changes: Value) -> Self:
         """A copy with `changes`, checked again; `origin` says who made them."""

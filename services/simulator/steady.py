@@ -25,6 +25,7 @@ from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupReque
 from services.contracts.sampling import SamplingParams
 from services.contracts.sequences import SubmitSequence
 from services.contracts.step import Attach, Attached, StepPlan, StepResult
+from services.contracts.trace_context import TraceContext
 from services.contracts.vectors import pack
 
 BLOCK_SIZE: Final = 16
@@ -46,9 +47,12 @@ class SteadyCost:
     plan_bytes_beyond_appends: int
 
 
-def measure(lanes: int, steps: int = 2000, seed: int = 1) -> SteadyCost:
-    """`lanes` sequences in random phases of their blocks, all decoding, for `steps` steps."""
-    bench = _Bench(lanes, steps, random.Random(seed))
+def measure(lanes: int, steps: int = 2000, seed: int = 1, *, traced: bool = False) -> SteadyCost:
+    """`lanes` sequences in random phases of their blocks, all decoding, for `steps` steps.
+
+    traced: each of them is part of a trace that is recorded.
+    """
+    bench = _Bench(lanes, steps, random.Random(seed), traced=traced)
     for _ in range(WARM_UP_STEPS):
         bench.step()
     bench.costs_ns.clear()
@@ -68,8 +72,9 @@ def measure(lanes: int, steps: int = 2000, seed: int = 1) -> SteadyCost:
 class _Bench:
     """Plays worker and ledger by hand; `costs_ns`: of each step so far."""
 
-    def __init__(self, lanes: int, steps: int, rng: random.Random) -> None:
+    def __init__(self, lanes: int, steps: int, rng: random.Random, *, traced: bool) -> None:
         self.lanes = lanes
+        self._traced = traced
         self.costs_ns: list[int] = []
         self.extra_bytes = 0
         self._now_ns = 0
@@ -124,6 +129,7 @@ class _Bench:
         self.costs_ns.append(spent)
 
     def _submit(self, index: int, prompt: list[int]) -> None:
+        place = TraceContext(f"{index + 1:032x}", f"{index + 1:016x}", self._traced)
         message = SubmitSequence(
             seq_id=f"s{index}",
             admission_id="a",
@@ -132,6 +138,7 @@ class _Bench:
             max_tokens=self._max_tokens,
             sampling=SamplingParams(),
             stop_token_ids=pack([STOP_TOKEN]),
+            traceparent=place.traceparent,
         )
         self._perform(self._core.handle(Submitted(message, "reply"), self._now_ns))
 

@@ -55,6 +55,7 @@ MATRIX: dict[str, tuple[set[str], set[str]]] = {
     "streetcar.v1.kv.e.check": ({"observer"}, {"kv_store"}),
     "streetcar.v1.kv.e.other": (NOBODY, {"kv_store"}),
     "streetcar.v1.trace.r": ({"observer"}, SERVICES),
+    "streetcar.v1.spans": (SERVICES - {"kv_store"}, {"admission", "gateway"}),
     **{f"streetcar.v1.beat.{kind}.i": ({kind}, LISTENERS) for kind in SERVICES},
     "streetcar.v1.beat.client.i": (NOBODY, LISTENERS),
     "streetcar.v1": (NOBODY, NOBODY),

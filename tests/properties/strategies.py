@@ -8,6 +8,8 @@ from typing import Any
 import msgspec.inspect as mi
 from hypothesis import strategies as st
 
+from services.contracts.ids import ID_PATTERN
+
 _MAX_ITEMS = 3
 _MAX_BYTES = 24
 _IDS = st.from_regex(re.compile(r"[A-Za-z0-9_-]{1,12}\Z"), fullmatch=True)
@@ -39,6 +41,8 @@ def of_type(kind: mi.Type) -> st.SearchStrategy[Any]:
         case mi.NoneType():
             return st.none()
         case mi.StrType(pattern=pattern):
+            if pattern and pattern != ID_PATTERN:
+                return st.from_regex(re.compile(pattern), fullmatch=True)
             return _IDS if pattern else st.text(min_size=kind.min_length or 0, max_size=12)
         case mi.BytesType():
             return st.binary(max_size=min(_MAX_BYTES, kind.max_length or _MAX_BYTES))
@@ -48,6 +52,9 @@ def of_type(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(kind.values)
         case mi.ListType():
             return st.lists(of_type(kind.item_type), max_size=_MAX_ITEMS)
+        case mi.DictType():
+            keys, values = of_type(kind.key_type), of_type(kind.value_type)
+            return st.dictionaries(keys, values, max_size=_MAX_ITEMS)
         case mi.UnionType():
             return st.one_of([of_type(member) for member in kind.types])
         case mi.StructType():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.contracts import beats, kv, sequences, step
+from services.contracts import beats, kv, sequences, spans, step
 from services.contracts.codec import Decoder, Message, encode
 from services.contracts.errors import WireError
 from tests.properties.strategies import messages
@@ -29,7 +29,7 @@ def _tagged(*modules: ModuleType) -> list[type[Any]]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
-KINDS = _tagged(beats, kv, sequences, step)
+KINDS = _tagged(beats, kv, sequences, spans, step)
 
 
 def test_these_are_all_of_them() -> None:

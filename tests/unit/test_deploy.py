@@ -20,6 +20,9 @@ from services.runtime.settings import load
 ROOT = Path(__file__).parents[2]
 
 
+TRACING = ("otel-collector", "jaeger")
+
+
 def _compose() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
     return loaded
@@ -32,7 +35,7 @@ def _expand(value: str) -> str:
 
 def test_compose_runs_the_same_services_as_up() -> None:
     services = _compose()["services"]
-    assert set(services) == {*MODULES, "nats"}
+    assert set(services) == {*MODULES, "nats", *TRACING}
     for name, module in MODULES.items():
         assert services[name]["command"] == ["python", "-m", module]
 
@@ -45,15 +48,35 @@ def test_environment_of_each_container_is_valid(name: str) -> None:
     assert password_variable(USERS[name]) in environment["STREETCAR_NATS_URL"]
 
 
-@pytest.mark.parametrize("name", [*MODULES, "nats"])
+@pytest.mark.parametrize("name", [*MODULES, "nats", *TRACING])
 def test_containers_are_confined(name: str) -> None:
     service = _compose()["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
-    assert service["healthcheck"]["test"][0] == "CMD"
+    # The images of these two have nothing to check with, and nobody waits for them.
+    assert name in TRACING or service["healthcheck"]["test"][0] == "CMD"
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     tag = service["image"].rpartition(":")[2]
     assert re.match(r"\d+\.\d+\.\d+", tag), "a pinned version, never latest"
+
+
+def test_spans_go_to_the_collector_and_on_to_jaeger() -> None:
+    services = _compose()["services"]
+    config = yaml.safe_load((ROOT / "deploy/otel/collector.yaml").read_text())
+    for name in MODULES:
+        endpoint = services[name]["environment"]["STREETCAR_OTLP_ENDPOINT"]
+        assert endpoint == "http://otel-collector:4318"
+    (mount,) = services["otel-collector"]["volumes"]
+    source, target, _ = mount.split(":")
+    assert (ROOT / source).is_file()
+    assert services["otel-collector"]["command"] == [f"--config={target}"]
+    assert config["receivers"]["otlp"]["protocols"]["http"]["endpoint"].endswith(":4318")
+    pipeline = config["service"]["pipelines"]["traces"]
+    assert pipeline["receivers"] == ["otlp"]
+    assert pipeline["exporters"] == ["otlp/jaeger"]
+    assert set(pipeline["processors"]) == set(config["processors"])
+    host, port = config["exporters"]["otlp/jaeger"]["endpoint"].split(":")
+    assert host in services and port == "4317"
 
 
 def test_image_does_not_run_as_root_and_pins_its_base() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from services.client import Frame, StreetcarClientError
+from services.contracts.trace_context import TraceContext
 from services.gateway.fan_out import fan_out
+
+PLACE = TraceContext("ab" * 16, "cd" * 8, sampled=True, tracestate="a=1")
 
 
 class FakeClient:
@@ -24,12 +27,13 @@ class FakeClient:
         *,
         request_id: str | None = None,
         traceparent: str | None = None,
+        tracestate: str | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Frame, None]:
         self.open += 1
         try:
             for index in range(fields["count"]):
-                yield {"model": model, "index": index, "trace": traceparent}
+                yield {"model": model, "index": index, "trace": traceparent, "state": tracestate}
             if fields.get("stuck"):
                 await asyncio.get_running_loop().create_future()
             if fields.get("broken"):
@@ -48,8 +52,8 @@ async def test_all_frames_of_all_children(counts: list[int]) -> None:
     client = FakeClient()
     asked = children(*({"count": count} for count in counts))
     seen: list[list[int]] = [[] for _ in counts]
-    async for index, frame in fan_out(client, "m", asked, "trace"):
-        assert (frame["model"], frame["trace"]) == ("m", "trace")
+    async for index, frame in fan_out(client, "m", asked, PLACE):
+        assert (frame["model"], frame["trace"], frame["state"]) == ("m", PLACE.traceparent, "a=1")
         seen[index].append(frame["index"])
     assert seen == [list(range(count)) for count in counts]
     assert client.open == 0
@@ -59,7 +63,7 @@ async def test_all_frames_of_all_children(counts: list[int]) -> None:
 async def test_case_08_closing_ends_every_child(num_children: int) -> None:
     client = FakeClient()
     asked = children(*[{"count": 1, "stuck": True}] * num_children)
-    async with aclosing(fan_out(client, "m", asked, None)) as frames:
+    async with aclosing(fan_out(client, "m", asked, PLACE)) as frames:
         await anext(frames)
     assert client.open == 0
     assert sorted(client.ended) == [str(index) for index in range(num_children)]
@@ -71,7 +75,7 @@ async def test_cancelling_ends_every_child(num_children: int) -> None:
     asked = children(*[{"count": 0, "stuck": True}] * num_children)
 
     async def read() -> None:
-        async with aclosing(fan_out(client, "m", asked, None)) as frames:
+        async with aclosing(fan_out(client, "m", asked, PLACE)) as frames:
             await anext(frames)
 
     task = asyncio.create_task(read())
@@ -87,7 +91,7 @@ async def test_the_first_failure_ends_them_all() -> None:
     client = FakeClient()
     asked = children({"count": 1, "stuck": True}, {"count": 0, "broken": True})
     with pytest.raises(StreetcarClientError, match="full"):
-        async for _ in fan_out(client, "m", asked, None):
+        async for _ in fan_out(client, "m", asked, PLACE):
             pass
     assert client.open == 0
 
@@ -95,7 +99,7 @@ async def test_the_first_failure_ends_them_all() -> None:
 async def test_a_reader_that_stops_reading_is_not_run_over() -> None:
     client = FakeClient()
     asked = children({"count": 10_000}, {"count": 10_000})
-    async with aclosing(fan_out(client, "m", asked, None)) as frames:
+    async with aclosing(fan_out(client, "m", asked, PLACE)) as frames:
         await anext(frames)
         for _ in range(100):
             await asyncio.sleep(0)

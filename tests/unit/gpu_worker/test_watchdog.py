@@ -20,6 +20,7 @@ from gpu_worker.watchdog import FIRST_STEP_LIMIT_S, SECOND_NS, StepTimes
 from services.contracts import codec
 from services.contracts.step import Attach, StepPlan, StepResult
 from services.runtime.bus import Delivery
+from services.runtime.telemetry.recorder import Recorder
 from tests.unit.gpu_worker.plans import join, plan
 
 SHAPE = EngineShape(max_num_seqs=2, max_model_len=64, block_size=4, num_blocks=16, vocab_size=512)
@@ -77,7 +78,7 @@ async def _worker(
     executor, bus = Executor(model, 1, SHAPE), _Bus()
     executor.attach(Attach("scheduler-0", "attempt", 0))
     plain: Any = bus
-    service = WorkerService(executor, plain, "result", die=died.set_result)
+    service = WorkerService(executor, plain, "result", Recorder("w"), die=died.set_result)
     service.runner.start()
     tasks = [asyncio.create_task(service.send()), asyncio.create_task(service.watch())]
     try:

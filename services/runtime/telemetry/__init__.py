@@ -1,0 +1,4 @@
+"""Traces: what a service records, keeps, shares, answers and exports.
+
+Shell.
+"""
