@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, TypeAlias
 
 from services.contracts.beats import AdmissionLoad, Beat, ServiceKind
@@ -98,7 +99,9 @@ class SubmitFailed:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """The inbox is drained: show what has come."""
+    """Show what has come: of the `most` requests whose news have waited longest, or of all."""
+
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class AdmissionCore:
             case SequenceUpdates():
                 self._on_updates(event, now_ns)
             case Flush():
-                self._show()
+                self._show(event.most)
             case Ticket():
                 self._on_ticket(event, now_ns)
             case SubmitReply():
@@ -509,7 +512,11 @@ class AdmissionCore:
         for tag, offset, count in zip(tags, offsets, counts, strict=True):
             request = by_tag.get(tag)
             if request is not None:
-                if request.accept(offset, token_ids[at : at + count]):
+                if count == 1 and offset == len(request.token_ids):
+                    # What `accept` does, for what nearly all of them are.
+                    request.token_ids.append(token_ids[at])
+                    news[request.request_id] = request
+                elif request.accept(offset, token_ids[at : at + count]):
                     news[request.request_id] = request
                 elif request.submitted:
                     # Something before these tokens was lost, and no repair of it is under way.
@@ -531,10 +538,10 @@ class AdmissionCore:
             if (request := by_tag.get(tag)) is not None:
                 self._forget(request)
 
-    def _show(self) -> None:
-        """A frame for every request with news; acknowledgements and aborts, batched."""
-        news, self._news = self._news, {}
-        for request in news.values():
+    def _show(self, most: int | None) -> None:
+        """A frame for requests with news; acknowledgements and aborts, batched."""
+        for request_id in list(islice(self._news, most)):
+            request = self._news.pop(request_id)
             if request.withheld:
                 continue
             frame = request.frame()

@@ -37,10 +37,10 @@ class Detokenizer:
         self._decoder = _new_decoder("replace")
         self._prompt_tail = open_character(token_bytes, prompt_token_ids)
 
-    def push(self, token_id: int) -> str:
-        """Text that `token_id` adds; empty while a character is incomplete."""
+    def push(self, *token_ids: int) -> str:
+        """Text that `token_ids` add; empty while a character is incomplete."""
         known = self._token_bytes
-        piece = known[token_id] if token_id < len(known) else b""
+        piece = b"".join([known[token_id] for token_id in token_ids if token_id < len(known)])
         if self._prompt_tail and piece:
             # The prompt's bytes count only where the output goes on with the same character.
             if _is_continuation(piece[0]):

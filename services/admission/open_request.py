@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Final, Protocol
 
 import numpy as np
@@ -244,19 +245,22 @@ class OpenRequest:
     def _take(self, limit: int) -> bool:
         """Turn tokens into text, `limit` in all at most -> True where a stop string has ended."""
         self._is_cut = False
-        while self.num_taken < len(self.token_ids):
-            if self.num_taken >= limit:
-                self._is_cut = True
-                return False
-            token_id = self.token_ids[self.num_taken]
-            if token_id in self._stop_ids:
-                # It ended the sequence and is not part of the answer, nor of its usage.
-                return False
+        fresh = self.token_ids[self.num_taken : limit]
+        ends = not self._stop_ids.isdisjoint(fresh)
+        if ends:
+            # A stop token ends the sequence and is not part of the answer, nor of its usage.
+            fresh = list(takewhile(lambda token_id: token_id not in self._stop_ids, fresh))
+        if self._stop.waits_for_nothing:
+            self.num_taken += len(fresh)
+            self._text.append(self._detokenizer.push(*fresh))
+            fresh = []
+        for token_id in fresh:
             self.num_taken += 1
             step = self._stop.push(self._detokenizer.push(token_id))
             self._text.append(step.text)
             if step.matched:
                 return True
+        self._is_cut = not ends and self.num_taken < len(self.token_ids)
         return False
 
     def _ending(self) -> str:

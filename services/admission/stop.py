@@ -54,6 +54,10 @@ class StopMatcher:
         self._held = ""
         self.matched = False
 
+    @property
+    def waits_for_nothing(self) -> bool:
+        return not self._needles
+
     def push(self, text: str) -> StopStep:
         """Take the next piece of text."""
         assert not self.matched, "text after a stop"

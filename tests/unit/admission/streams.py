@@ -181,8 +181,24 @@ class Desk:
         self.handle(message)
         return self.flush()
 
-    def flush(self) -> list[Frame]:
-        return [e.frame for e in self.handle(Flush()) if isinstance(e, SendFrame)]
+    def news(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """One token for each of several sequences, as (tag, offset, token id); not flushed."""
+        self.number += 1
+        tags, offsets, token_ids = (pack(list(column)) for column in zip(*rows, strict=True))
+        self.handle(
+            SequenceUpdates(
+                engine=ENGINE,
+                generation=self.generation,
+                epoch=self.epoch,
+                number=self.number,
+                tags=tags,
+                offsets=offsets,
+                token_ids=token_ids,
+            )
+        )
+
+    def flush(self, most: int | None = None) -> list[Frame]:
+        return [e.frame for e in self.handle(Flush(most)) if isinstance(e, SendFrame)]
 
     def ends(self, request_id: str = "r1") -> list[Frame]:
         return [f for _, f in self.frames if f.request_id == request_id and f.finish_reason]

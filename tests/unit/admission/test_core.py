@@ -56,6 +56,16 @@ def test_news_are_merged_until_the_flush() -> None:
     assert [frame.token_ids for frame in frames] == [[1, 2, 3, 4]]
 
 
+def test_requests_take_turns_in_the_order_of_their_news() -> None:
+    desk = Desk()
+    tags = [desk.open(name) for name in ("a", "b", "c")]
+    for offset in range(2):
+        desk.news([(tag, offset, 1) for tag in reversed(tags)])
+    shown = [[f.request_id for f in desk.flush(2)] for _ in range(3)]
+    assert shown == [["c", "b"], ["a"], []]
+    assert all(len(frame.token_ids) == 2 for _, frame in desk.frames)
+
+
 def test_a_non_streaming_request_gets_one_frame() -> None:
     desk = Desk()
     tag = desk.open(stream=False)
