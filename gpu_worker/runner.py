@@ -112,6 +112,7 @@ class ModelRunner:
             weights = load_weights(source, self.dtype, progress, self._native, quantization)
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, self.dtype)
+            self._model.attach(self._cache)
             self._host = HostPool(self._cache.tensors, host_blocks)
         self.copy_block_us = 0
 

@@ -45,7 +45,7 @@ def make_linear(weight: torch.Tensor, native: NativeKernels | None = None) -> Li
     returns: function from (rows, in_features) to (rows, out_features), dtype of weight
     """
     if native is not None and _suits_native(native, weight):
-        return _native(native, weight)
+        return NativeLinear(native, weight)
     packed = _pack(weight)
     return _plain(weight) if packed is None else packed
 
@@ -57,37 +57,41 @@ def _suits_native(native: NativeKernels, weight: torch.Tensor) -> bool:
     return known and weight.shape[1] % 2 == 0 and weight.numel() > 0 and not has_tiles()
 
 
-def _native(native: NativeKernels, weight: torch.Tensor) -> Linear:
-    """Panels of PANEL output features; within one, input features (pairs of bfloat16) outermost."""
-    out_features, in_features = weight.shape
-    is_bf16 = weight.dtype == torch.bfloat16
-    pair = 2 if is_bf16 else 1
-    num_panels = -(-out_features // PANEL)
-    padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
-    padded[:out_features] = weight
-    panels = padded.view(num_panels, PANEL, in_features // pair, pair).permute(0, 2, 1, 3)
-    packed = panels.contiguous()
+class NativeLinear:
+    """x -> x @ weight.T by the native code.
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        assert x.shape[1] == in_features, f"rows of {x.shape[1]} for {in_features} features"
-        assert native.takes(x, packed) and x.stride(0) % pair == 0, "rows as the weight is packed"
-        out = torch.empty(x.shape[0], out_features, dtype=x.dtype)
+    panels: PANEL output features each; within one, input features (pairs of bfloat16) outermost
+    """
+
+    def __init__(self, native: NativeKernels, weight: torch.Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._pair = 2 if weight.dtype == torch.bfloat16 else 1
+        num_panels = -(-self.out_features // PANEL)
+        padded = torch.zeros(num_panels * PANEL, self.in_features, dtype=weight.dtype)
+        padded[: self.out_features] = weight
+        words = padded.view(num_panels, PANEL, self.in_features // self._pair, self._pair)
+        self.panels = words.permute(0, 2, 1, 3).contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self.in_features, f"rows of {x.shape[1]} for {self.in_features}"
+        assert self._native.takes(x, self.panels), "rows of the dtype of the weight"
+        assert x.stride(0) % self._pair == 0, "rows that begin with a whole word"
+        out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
         arguments = LinearArguments(
             x.data_ptr(),
-            packed.data_ptr(),
+            self.panels.data_ptr(),
             out.data_ptr(),
             x.stride(0),
-            out_features,
+            self.out_features,
             x.shape[0],
-            in_features,
-            out_features,
-            is_bf16,
+            self.in_features,
+            self.out_features,
+            x.dtype == torch.bfloat16,
             torch.get_num_threads(),
         )
-        native.run("linear", arguments)
+        self._native.run("linear", arguments)
         return out
-
-    return linear
 
 
 def _plain(weight: torch.Tensor) -> Linear:

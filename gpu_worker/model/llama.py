@@ -9,13 +9,12 @@ Device: reads weights, writes the KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from gpu_worker.kv_cache import KVCache
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
-from kernels.linear import Linear
+from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, empty_rows
@@ -24,25 +23,6 @@ from kernels.rope import build_rope_table
 from kernels.rope_write_kv import rope_write_kv
 from kernels.silu_mul import silu_mul
 from services.models.config import ModelConfig
-
-Matrix: TypeAlias = Linear | Int8Linear
-"""A product with a fixed matrix, in the dtype of the model or in 8 bits."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One decoder layer.
-
-    qkv:     hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim, in that order
-    gate_up: hidden_size -> 2 * intermediate_size, gate first
-    """
-
-    input_norm: torch.Tensor
-    qkv: Matrix
-    attention_output: Matrix
-    feed_forward_norm: torch.Tensor
-    gate_up: Matrix
-    down: Matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +53,8 @@ class PackedBatch:
 class LlamaModel:
     """A decoder ready to run, for positions below ``max_model_len``.
 
-    native: the library that runs everything between two linears; None runs the torch reference
+    native: the library that runs everything, or what lies between two linears where these are not
+            its own; None runs the torch reference
     """
 
     def __init__(
@@ -90,12 +71,37 @@ class LlamaModel:
         self._rope_table = build_rope_table(
             config.head_dim, max_model_len, config.rope_theta, config.rope_factors
         )
+        self._decoder: NativeDecoder | None = None
+
+    def attach(self, cache: KVCache) -> None:
+        """Run all layers in one native call, on this cache, where the weights allow it."""
+        config, weights = self.config, self._weights
+        caches = [cache.layer(index) for index in range(config.num_layers)]
+        if self._native is None or not NativeDecoder.supports(self._native, weights.layers, caches):
+            return
+        shape = DecoderShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.intermediate_size,
+            config.rms_norm_eps,
+            self._scale,
+        )
+        self._decoder = NativeDecoder(
+            self._native, weights.layers, weights.final_norm, caches, shape
+        )
 
     def forward(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
-        """Final hidden states, normalised: (num_tokens, hidden_size), dtype of the model."""
+        """Final hidden states, normalised: (num_tokens, hidden_size), dtype of the model.
+
+        Valid until the next call.
+        """
         epsilon, native = self.config.rms_norm_eps, self._native
         cos_sin = self._rope_table.index_select(0, batch.positions)
         residual = self._weights.embedding.index_select(0, batch.input_ids)
+        if self._decoder is not None:
+            indices = (batch.cu_seqlens_q, batch.seqlens_k, batch.block_table)
+            return self._decoder(residual, cos_sin, batch.slot_mapping, indices)
         first = self._weights.layers[0]
         rows = _rows_for(first.qkv, *residual.shape)
         normed = rms_norm(residual, first.input_norm, epsilon, native, rows)

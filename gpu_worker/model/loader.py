@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_worker.model.llama import LayerWeights, LlamaWeights, Matrix
+from gpu_worker.model.llama import LlamaWeights
+from kernels.decoder import LayerWeights, Matrix
 from kernels.linear import make_linear
 from kernels.linear_int8 import Int8Linear, fits_int8
 from kernels.native import NativeKernels

@@ -72,6 +72,29 @@ class LinearInt8Arguments(ctypes.Structure):
     )
 
 
+class MatrixArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields("panels start scales", "in_features out_features")
+
+
+class LayerArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = [
+        *_fields("input_norm feed_forward_norm k v", ""),
+        *((name, MatrixArguments) for name in ("qkv", "attention_output", "gate_up", "down")),
+    ]
+
+
+class DecoderArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields(
+        "layers final_norm cos_sin slots cu_seqlens_q seqlens_k block_table residual normed qkv "
+        "mixed moved gate_up activated normed_values normed_scales mixed_values mixed_scales "
+        "activated_values activated_scales",
+        "num_layers num_tokens num_seqs table_row table_width hidden_size intermediate_size "
+        "num_heads num_kv_heads head_dim rotary_dim k_block k_slot k_head v_block v_slot v_head "
+        "num_blocks block_size is_bf16 num_threads",
+        "epsilon scale",
+    )
+
+
 class GreedyArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
         "logits tokens finite", "logits_row num_rows vocab_size is_bf16 num_threads"

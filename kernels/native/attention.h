@@ -50,12 +50,74 @@ static int64_t F(plan)(
     return count;
 }
 
-/* A row is quantised over all heads, which are tasks of their own: once they are done. */
-static void F(quantise_out)(const attention_arguments *a) {
-    int64_t num_rows = a->cu_seqlens_q[a->num_seqs], size = a->num_heads * a->head_dim;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) \
-    if (num_rows * size > MIN_PARALLEL)
-    for (int64_t row = 0; row < num_rows; row++) {
+/* The tasks of a batch; they serve every layer of a step, which differ in their caches alone. */
+typedef struct F(work) {
+    F(task) *tasks;
+    float *partial;
+    int64_t count, chunk;
+} F(work);
+
+/* Segments in which nothing is visible leave their partial result as it is set here. */
+static void F(empty_partials)(const attention_arguments *a, const F(task) *t) {
+    int64_t rows = (t->end_query - t->first_query) * (a->num_heads / a->num_kv_heads);
+    for (int64_t r = 0; r < rows; r++) {
+        t->partial[r] = -INFINITY;
+        t->partial[rows + r] = 0.0f;
+    }
+}
+
+static void F(release)(F(work) *w) {
+    free(w->tasks);
+    free(w->partial);
+}
+
+/* Checks the batch and makes its tasks, which `release` frees also where this failed. */
+static int F(prepare)(const attention_arguments *a, F(work) *w) {
+    *w = (F(work)){0, 0, 0, 1};
+    int problem = F(check_blocks)(a);
+    if (problem) return problem;
+    int64_t room, threads = a->num_threads;
+    w->count = F(plan)(a, 0, 0, 0, &room);
+    if (w->count == 0) return DONE;
+    /* Few tasks leave threads idle at the end; the cut changes no result. */
+    int split = threads > 1 && w->count < 8 * threads;
+    if (split) w->count = F(plan)(a, 0, 1, 0, &room);
+    if (room) w->partial = malloc((size_t)room * 4);
+    w->tasks = malloc((size_t)w->count * sizeof *w->tasks);
+    if (!w->tasks || (room && !w->partial)) return OUT_OF_MEMORY;
+    F(plan)(a, w->tasks, split, w->partial, &room);
+    for (int64_t i = 0; i < w->count; i++)
+        if (w->tasks[i].partial) F(empty_partials)(a, w->tasks + i);
+    /* A thread takes the heads of a sequence together: their keys are neighbours in memory. */
+    if (w->count >= 8 * threads * a->num_kv_heads) w->chunk = a->num_kv_heads;
+    return DONE;
+}
+
+/* Whether two tasks are segments of the same queries. */
+INLINE int F(belong_together)(const F(task) *t, const F(task) *u) {
+    return t->partial && u->partial && t->seq == u->seq && t->kv_head == u->kv_head &&
+           t->first_query == u->first_query;
+}
+
+static void F(attention_share)(const attention_arguments *a, const F(work) *w) {
+#pragma omp for schedule(dynamic, w->chunk)
+    for (int64_t i = 0; i < w->count; i++)
+        F(run_task)(a, w->tasks + i, i + 1 < w->count ? w->tasks + i + 1 : 0);
+    if (w->partial) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < w->count; i++) {
+            const F(task) *t = w->tasks + i;
+            if (!t->partial || (i > 0 && F(belong_together)(t - 1, t))) continue;
+            int64_t end = i + 1;
+            while (end < w->count && F(belong_together)(t, w->tasks + end)) end++;
+            F(merge_tasks)(a, t, end - i);
+        }
+    }
+    if (!a->to.values) return;
+    /* A row is quantised over all heads, which are tasks of their own: once they are done. */
+    int64_t size = a->num_heads * a->head_dim;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->cu_seqlens_q[a->num_seqs]; row++) {
         if (a->is_bf16)
             F(quantise_nth)(&a->to, a->out, row, size, 1);
         else
@@ -64,50 +126,12 @@ static void F(quantise_out)(const attention_arguments *a) {
 }
 
 EXPORT int F(varlen_paged_attention)(const attention_arguments *a) {
-    int problem = F(check_blocks)(a);
-    if (problem) return problem;
-    int64_t room, threads = a->num_threads;
-    int64_t count = F(plan)(a, 0, 0, 0, &room);
-    if (count == 0) return DONE;
-    /* Few tasks leave threads idle at the end; the cut changes no result. */
-    int split = threads > 1 && count < 8 * threads;
-    if (split) count = F(plan)(a, 0, 1, 0, &room);
-    float *partial = room ? malloc((size_t)room * 4) : 0;
-    F(task) *tasks = malloc((size_t)count * sizeof *tasks);
-    if (!tasks || (room && !partial)) {
-        free(tasks);
-        free(partial);
-        return OUT_OF_MEMORY;
+    F(work) w;
+    int problem = F(prepare)(a, &w);
+    if (!problem) {
+#pragma omp parallel num_threads((int)a->num_threads) if (w.count > 1)
+        F(attention_share)(a, &w);
     }
-    F(plan)(a, tasks, split, partial, &room);
-    for (int64_t i = 0; i < count; i++)
-        if (tasks[i].partial) {
-            /* A segment that holds nothing visible leaves this as it is. */
-            int64_t queries = tasks[i].end_query - tasks[i].first_query;
-            int64_t rows = queries * (a->num_heads / a->num_kv_heads);
-            for (int64_t r = 0; r < rows; r++) {
-                tasks[i].partial[r] = -INFINITY;
-                tasks[i].partial[rows + r] = 0.0f;
-            }
-        }
-    /* A thread takes the heads of a sequence together: their keys are neighbours in memory. */
-    int64_t chunk = count >= 8 * threads * a->num_kv_heads ? a->num_kv_heads : 1;
-#pragma omp parallel for schedule(dynamic, chunk) num_threads((int)threads) if (count > 1)
-    for (int64_t i = 0; i < count; i++)
-        F(run_task)(a, tasks + i, i + 1 < count ? tasks + i + 1 : 0);
-    for (int64_t i = 0; i < count;) {
-        int64_t end = i + 1;
-        if (tasks[i].partial) {
-            while (end < count && tasks[end].partial && tasks[end].seq == tasks[i].seq &&
-                   tasks[end].kv_head == tasks[i].kv_head &&
-                   tasks[end].first_query == tasks[i].first_query)
-                end++;
-            F(merge_tasks)(a, tasks + i, end - i);
-        }
-        i = end;
-    }
-    free(tasks);
-    free(partial);
-    if (a->to.values) F(quantise_out)(a);
-    return DONE;
+    F(release)(&w);
+    return problem;
 }

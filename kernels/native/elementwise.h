@@ -2,6 +2,9 @@
  *
  * Where it feeds a product of bytes, a row is quantised while it is still in the cache.
  *
+ * Each operation has a form for a team of threads, <operation>_share: every thread calls it and does
+ * its part, and none goes on before all are done.
+ *
  * Invariants: the formulas and rounding points of the torch references in kernels/rope.py,
  * kernels/rms_norm.py and kernels/silu_mul.py; a row's result depends on that row alone.
  */
@@ -56,17 +59,27 @@ INLINE void F(rope_token)(const rope_write_kv_arguments *a, int64_t token, const
     }
 }
 
-EXPORT int F(rope_write_kv)(const rope_write_kv_arguments *a) {
+static int F(slots_are_in_pool)(const rope_write_kv_arguments *a) {
     for (int64_t token = 0; token < a->num_tokens; token++)
-        if (a->slots[token] >= a->num_blocks * a->block_size) return BLOCK_OUT_OF_RANGE;
-    int64_t size = a->num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+        if (a->slots[token] >= a->num_blocks * a->block_size) return 0;
+    return 1;
+}
+
+static void F(rope_write_kv_share)(const rope_write_kv_arguments *a) {
+#pragma omp for schedule(static)
     for (int64_t token = 0; token < a->num_tokens; token++) {
         if (a->is_bf16)
             F(rope_token)(a, token, 1);
         else
             F(rope_token)(a, token, 0);
     }
+}
+
+EXPORT int F(rope_write_kv)(const rope_write_kv_arguments *a) {
+    if (!F(slots_are_in_pool)(a)) return BLOCK_OUT_OF_RANGE;
+    int64_t size = a->num_tokens * (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
+#pragma omp parallel num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+    F(rope_write_kv_share)(a);
     return DONE;
 }
 
@@ -122,15 +135,20 @@ INLINE void F(norm_row)(const rms_norm_arguments *a, int64_t row, const int is_b
     if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
-EXPORT int F(rms_norm)(const rms_norm_arguments *a) {
-    int64_t size = a->num_rows * a->hidden_size;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+static void F(rms_norm_share)(const rms_norm_arguments *a) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < a->num_rows; row++) {
         if (a->is_bf16)
             F(norm_row)(a, row, 1);
         else
             F(norm_row)(a, row, 0);
     }
+}
+
+EXPORT int F(rms_norm)(const rms_norm_arguments *a) {
+    int64_t size = a->num_rows * a->hidden_size;
+#pragma omp parallel num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+    F(rms_norm_share)(a);
     return DONE;
 }
 
@@ -159,15 +177,20 @@ INLINE void F(silu_row)(const silu_mul_arguments *a, int64_t row, const int is_b
     if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
-EXPORT int F(silu_mul)(const silu_mul_arguments *a) {
-    int64_t size = a->num_rows * a->size;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+static void F(silu_mul_share)(const silu_mul_arguments *a) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < a->num_rows; row++) {
         if (a->is_bf16)
             F(silu_row)(a, row, 1);
         else
             F(silu_row)(a, row, 0);
     }
+}
+
+EXPORT int F(silu_mul)(const silu_mul_arguments *a) {
+    int64_t size = a->num_rows * a->size;
+#pragma omp parallel num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
+    F(silu_mul_share)(a);
     return DONE;
 }
 

@@ -110,6 +110,36 @@ typedef struct {
 } linear_int8_arguments;
 
 typedef struct {
+    const void *panels;   /* as `linear` or `linear_int8` wants them */
+    const int32_t *start; /* null: not in 8 bits */
+    const float *scales;
+    int64_t in_features, out_features;
+} matrix_arguments;
+
+typedef struct {
+    const void *input_norm, *feed_forward_norm;
+    void *k, *v;
+    matrix_arguments qkv, attention_output, gate_up, down;
+} layer_arguments;
+
+typedef struct {
+    const layer_arguments *layers;
+    const void *final_norm;
+    const float *cos_sin;
+    const int64_t *slots;
+    const int32_t *cu_seqlens_q, *seqlens_k, *block_table;
+    void *residual; /* comes with the embeddings */
+    void *normed, *qkv, *mixed, *moved, *gate_up, *activated;
+    quantised_rows normed_bytes, mixed_bytes, activated_bytes; /* null: not in 8 bits */
+    int64_t num_layers, num_tokens, num_seqs, table_row, table_width;
+    int64_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rotary_dim;
+    int64_t k_block, k_slot, k_head;
+    int64_t v_block, v_slot, v_head;
+    int64_t num_blocks, block_size, is_bf16, num_threads;
+    double epsilon, scale;
+} decoder_arguments;
+
+typedef struct {
     const void *logits;
     int64_t *tokens;
     uint8_t *finite;

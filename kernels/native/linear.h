@@ -18,7 +18,11 @@ INLINE void F(write_row)(
     }
 }
 
-static void F(run_panel)(const linear_arguments *a, int64_t panel) {
+/* How many pieces the rows of a panel are cut into: two where there are rows enough, so that an odd
+ * number of panels does not leave a thread idle. The second piece finds the panel in the cache. */
+INLINE int64_t F(row_pieces)(int64_t num_rows) { return num_rows >= 2 * MAX_ROWS ? 2 : 1; }
+
+static void F(run_panel)(const linear_arguments *a, int64_t panel, int64_t row, int64_t end_row) {
     float sums[MAX_ROWS * PANEL];
     int pairs = (int)a->is_bf16;
     int64_t steps = a->in_features / (1 + pairs), x_row = a->x_row / (1 + pairs);
@@ -26,10 +30,10 @@ static void F(run_panel)(const linear_arguments *a, int64_t panel) {
     int64_t count = a->out_features - first < PANEL ? a->out_features - first : PANEL;
     F(operands) o = {a->x, x_row, (const float *)a->packed + panel * steps * PANEL, PANEL,
                      sums, PANEL, 0, 0, steps};
-    int64_t groups = (a->num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t row = 0; row < a->num_rows; groups--) {
+    int64_t groups = (end_row - row + MAX_ROWS - 1) / MAX_ROWS;
+    for (; row < end_row; groups--) {
         /* Groups of nearly one size: a small one would wait for its operands. */
-        int rows = (int)((a->num_rows - row + groups - 1) / groups);
+        int rows = (int)((end_row - row + groups - 1) / groups);
         o.a = (const float *)a->x + row * x_row;
         F(multiply)(&o, rows, PANEL, pairs);
         for (int r = 0; r < rows; r++, row++)
@@ -37,10 +41,20 @@ static void F(run_panel)(const linear_arguments *a, int64_t panel) {
     }
 }
 
+/* A share of the work, for every thread of a team; the whole of it where there is none. */
+static void F(linear_share)(const linear_arguments *a) {
+    int64_t panels = (a->out_features + PANEL - 1) / PANEL, pieces = F(row_pieces)(a->num_rows);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < panels * pieces; i++) {
+        int64_t piece = i % pieces;
+        F(run_panel)(a, i / pieces, a->num_rows * piece / pieces,
+                     a->num_rows * (piece + 1) / pieces);
+    }
+}
+
 EXPORT int F(linear)(const linear_arguments *a) {
     if (a->is_bf16 && ISA_LEVEL < 4) return NOT_SUPPORTED;
-    int64_t panels = (a->out_features + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads)
-    for (int64_t panel = 0; panel < panels; panel++) F(run_panel)(a, panel);
+#pragma omp parallel num_threads((int)a->num_threads)
+    F(linear_share)(a);
     return DONE;
 }

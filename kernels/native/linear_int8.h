@@ -22,15 +22,16 @@ INLINE void F(write_scaled_row)(
     }
 }
 
-static void F(run_int8_panel)(const linear_int8_arguments *a, int64_t panel) {
+static void F(run_int8_panel)(
+    const linear_int8_arguments *a, int64_t panel, int64_t row, int64_t end_row) {
     float sums[MAX_ROWS * PANEL];
     int64_t steps = a->in_features / 4, first = panel * PANEL;
     int64_t count = a->out_features - first < PANEL ? a->out_features - first : PANEL;
     F(operands) o = {0, steps, (const float *)a->packed + panel * steps * PANEL, PANEL,
                      sums, PANEL, 0, (const float *)a->start + first, steps};
-    int64_t groups = (a->num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t row = 0; row < a->num_rows; groups--) {
-        int rows = (int)((a->num_rows - row + groups - 1) / groups);
+    int64_t groups = (end_row - row + MAX_ROWS - 1) / MAX_ROWS;
+    for (; row < end_row; groups--) {
+        int rows = (int)((end_row - row + groups - 1) / groups);
         o.a = (const float *)(const void *)(a->x.values + row * a->in_features);
         F(multiply)(&o, rows, PANEL, BYTES);
         for (int r = 0; r < rows; r++, row++) {
@@ -42,10 +43,19 @@ static void F(run_int8_panel)(const linear_int8_arguments *a, int64_t panel) {
     }
 }
 
+static void F(linear_int8_share)(const linear_int8_arguments *a) {
+    int64_t panels = (a->out_features + PANEL - 1) / PANEL, pieces = F(row_pieces)(a->num_rows);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < panels * pieces; i++) {
+        int64_t piece = i % pieces;
+        F(run_int8_panel)(a, i / pieces, a->num_rows * piece / pieces,
+                          a->num_rows * (piece + 1) / pieces);
+    }
+}
+
 EXPORT int F(linear_int8)(const linear_int8_arguments *a) {
     if (a->in_features % ROTATED || a->in_features > MAX_INT8_FEATURES) return NOT_SUPPORTED;
-    int64_t panels = (a->out_features + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads((int)a->num_threads)
-    for (int64_t panel = 0; panel < panels; panel++) F(run_int8_panel)(a, panel);
+#pragma omp parallel num_threads((int)a->num_threads)
+    F(linear_int8_share)(a);
     return DONE;
 }

@@ -23,6 +23,7 @@ OPERATIONS = (
     "quantise",
     "linear",
     "linear_int8",
+    "decoder",
     "greedy",
 )
 

@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "linear_int8.h"
 #include "elementwise.h"
+#include "decoder.h"
 
 #undef F
 #undef ISA_LEVEL

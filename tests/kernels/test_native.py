@@ -105,6 +105,9 @@ def test_threads_are_those_of_torch(native: NativeKernels) -> None:
         (arguments.LinearArguments, "linear_arguments"),
         (arguments.QuantiseArguments, "quantise_arguments"),
         (arguments.LinearInt8Arguments, "linear_int8_arguments"),
+        (arguments.MatrixArguments, "matrix_arguments"),
+        (arguments.LayerArguments, "layer_arguments"),
+        (arguments.DecoderArguments, "decoder_arguments"),
         (arguments.GreedyArguments, "greedy_arguments"),
     ],
 )
@@ -114,12 +117,23 @@ def test_structures_are_declared_alike(structure: type[ctypes.Structure], name: 
     declared = re.search(r"typedef struct \{([^}]*)\} " + name, header)
     assert declared is not None
     text = re.sub(r"/\*.*?\*/", "", declared.group(1))
-    # Quantised rows are a structure of two addresses within the structure.
-    text = re.sub(r"quantised_rows x;", "*x_values, *x_scales;", text)
+    # Quantised rows are two addresses within the structure, called after what they hold.
     text = re.sub(r"quantised_rows to;", "*values, *scales;", text)
+    text = re.sub(r"quantised_rows x;", "*x_values, *x_scales;", text)
+    text = re.sub(
+        r"quantised_rows ([^;]*);",
+        lambda found: " ".join(
+            f"*{name.strip().removesuffix('_bytes')}_{part};"
+            for name in found.group(1).split(",")
+            for part in ("values", "scales")
+        ),
+        text,
+    )
     fields = re.findall(r"(\w+)\s*[,;]", text)
     assert [field[0] for field in structure._fields_] == fields
-    assert ctypes.sizeof(structure) == 8 * len(fields)
+    sizes = [ctypes.sizeof(field[1]) for field in structure._fields_]
+    assert all(size == 8 or name == "layer_arguments" for size in sizes)
+    assert ctypes.sizeof(structure) == sum(sizes)
 
 
 def test_what_the_library_takes(native: NativeKernels) -> None:
