@@ -99,7 +99,7 @@ INLINE int F(belong_together)(const F(task) *t, const F(task) *u) {
            t->first_query == u->first_query;
 }
 
-static void F(attention_share)(const attention_arguments *a, const F(work) *w) {
+ONE_COPY void F(attention_share)(const attention_arguments *a, const F(work) *w) {
 #pragma omp for schedule(dynamic, w->chunk)
     for (int64_t i = 0; i < w->count; i++)
         F(run_task)(a, w->tasks + i, i + 1 < w->count ? w->tasks + i + 1 : 0);

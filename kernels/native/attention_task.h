@@ -133,7 +133,7 @@ static void F(attend_rows)(
 }
 
 /* Adds a segment's (peak, denominator, sums) to the totals of a row. */
-INLINE void F(merge)(
+ONE_COPY void F(merge)(
     float *total_peak, float *total_denominator, float *totals, float peak, float denominator,
     const float *sums, int64_t padded_dim) {
     if (peak == -INFINITY && denominator == 0.0f) return;
@@ -196,7 +196,7 @@ static void F(attend_segment)(
 }
 
 /* Divides, adds the sink, writes the row's result; row counts from the task's first. */
-static void F(finish_row)(
+ONE_COPY void F(finish_row)(
     const attention_arguments *a, const F(task) *t, const F(shape) *s, int64_t row, float peak,
     float denominator, const float *totals) {
     int64_t query = t->first_query + row / s->group;

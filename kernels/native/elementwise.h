@@ -65,7 +65,7 @@ static int F(slots_are_in_pool)(const rope_write_kv_arguments *a) {
     return 1;
 }
 
-static void F(rope_write_kv_share)(const rope_write_kv_arguments *a) {
+ONE_COPY void F(rope_write_kv_share)(const rope_write_kv_arguments *a) {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < a->num_tokens; token++) {
         if (a->is_bf16)
@@ -135,7 +135,7 @@ INLINE void F(norm_row)(const rms_norm_arguments *a, int64_t row, const int is_b
     if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
-static void F(rms_norm_share)(const rms_norm_arguments *a) {
+ONE_COPY void F(rms_norm_share)(const rms_norm_arguments *a) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->num_rows; row++) {
         if (a->is_bf16)
@@ -177,7 +177,7 @@ INLINE void F(silu_row)(const silu_mul_arguments *a, int64_t row, const int is_b
     if (a->to.values) F(quantise_nth)(&a->to, a->out, row, size, is_bf16);
 }
 
-static void F(silu_mul_share)(const silu_mul_arguments *a) {
+ONE_COPY void F(silu_mul_share)(const silu_mul_arguments *a) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->num_rows; row++) {
         if (a->is_bf16)

@@ -16,6 +16,9 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline, unused))
+/* Called from several places that must agree to the last bit: one copy of the code, so that the
+ * compiler decides once which products are fused with a sum. */
+#define ONE_COPY static __attribute__((noinline, noclone))
 #define EXPORT __attribute__((visibility("default")))
 
 enum {

@@ -42,7 +42,7 @@ static void F(run_panel)(const linear_arguments *a, int64_t panel, int64_t row, 
 }
 
 /* A share of the work, for every thread of a team; the whole of it where there is none. */
-static void F(linear_share)(const linear_arguments *a) {
+ONE_COPY void F(linear_share)(const linear_arguments *a) {
     int64_t panels = (a->out_features + PANEL - 1) / PANEL, pieces = F(row_pieces)(a->num_rows);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < panels * pieces; i++) {

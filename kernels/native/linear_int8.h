@@ -43,7 +43,7 @@ static void F(run_int8_panel)(
     }
 }
 
-static void F(linear_int8_share)(const linear_int8_arguments *a) {
+ONE_COPY void F(linear_int8_share)(const linear_int8_arguments *a) {
     int64_t panels = (a->out_features + PANEL - 1) / PANEL, pieces = F(row_pieces)(a->num_rows);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < panels * pieces; i++) {
