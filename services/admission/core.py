@@ -217,8 +217,11 @@ class AdmissionCore:
 
     def tick(self, now_ns: int) -> list[Effect]:
         self._see_time(now_ns)
+        lost = self.engines.lost(now_ns)
         for request in list(self.requests.values()):
-            if not request.submitted and now_ns >= request.submit_at_ns:
+            if request.submitted and request.engine_id in lost:
+                self._leave_engine(request, now_ns)
+            elif not request.submitted and now_ns >= request.submit_at_ns:
                 self._in_air.pop(request.request_id, None)
                 self._submit_again(request, now_ns)
             elif now_ns >= _deadline_ns(request) and not request.withheld:
@@ -329,11 +332,29 @@ class AdmissionCore:
             self._fail(request, ErrorCode.NO_WORKER, text)
             return
         if engine is not None and not self.engines.is_ready(request.engine_id, now_ns):
-            request.engine_id = engine.engine_id
+            self._move(request, engine.engine_id)
         if request.engine_id:
             self._submit(request, now_ns)
         else:
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
+
+    def _leave_engine(self, request: OpenRequest, now_ns: int) -> None:
+        """What it has begun goes on at another engine, with the tokens that are here."""
+        model = request.ticket.model
+        engine = self.engines.choose(model, now_ns)
+        if engine is None:
+            self._fail(request, ErrorCode.NO_WORKER, f"no worker serves {model} any more")
+            return
+        self._aborts.setdefault(request.engine_id, []).append(request.request_id)
+        self._move(request, engine.engine_id)
+        self._submit(request, now_ns)
+
+    def _move(self, request: OpenRequest, engine_id: str) -> None:
+        """To another engine, under another tag: what the one before still says is nobody's."""
+        del self._by_tag[request.tag]
+        request.tag = self._take_tag()
+        self._by_tag[request.tag] = request
+        request.engine_id = engine_id
 
     def _on_submit_reply(self, reply: SubmitReply, now_ns: int) -> None:
         self._landed(reply.seq_id)
@@ -559,6 +580,7 @@ class AdmissionCore:
         if self._in_doubt or now_ns - self._beat_ns <= DOUBT_AFTER_NS:
             return
         self._in_doubt = True
+        self.engines.absolve(now_ns)
         for request in self.requests.values():
             request.withheld = True
             self._submit(request, now_ns)

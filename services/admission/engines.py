@@ -12,6 +12,7 @@ from services.contracts.beats import Beat, EngineLoad
 from services.contracts.limits import (
     BEAT_PERIOD_MS,
     ENGINE_ABSENCE_SECONDS,
+    ENGINE_LOST_SECONDS,
     MAX_NAMES,
     SUSPECT_AFTER_BEATS,
 )
@@ -19,6 +20,7 @@ from services.contracts.streams import StreamReceiver
 
 SUSPECT_AFTER_NS: Final = SUSPECT_AFTER_BEATS * BEAT_PERIOD_MS * 1_000_000
 ABSENCE_NS: Final = ENGINE_ABSENCE_SECONDS * 1_000_000_000
+LOST_NS: Final = ENGINE_LOST_SECONDS * 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -28,12 +30,14 @@ class Engine:
     epoch: (generation, epoch), of which the pair only grows: after a restart of worker and
     scheduler together, epochs count from 1 again, in a higher generation.
     max_model_len: the last that it told, 0 before its first worker; it may be without one now.
+    last_ready_ns: when it could serve, or else when it was first heard.
     """
 
     engine_id: str
     epoch: tuple[int, int] = (0, 0)
     load: EngineLoad | None = None
     last_beat_ns: int = 0
+    last_ready_ns: int | None = None
     max_model_len: int = 0
     updates: StreamReceiver = field(default_factory=StreamReceiver)
 
@@ -59,6 +63,8 @@ class EngineDirectory:
     def on_beat(self, beat: Beat, now_ns: int) -> Engine:
         engine = self.get(beat.service_id)
         engine.last_beat_ns = now_ns
+        if engine.last_ready_ns is None or (beat.engine is not None and beat.engine.ready):
+            engine.last_ready_ns = now_ns
         engine.load = beat.engine
         if beat.engine is not None and beat.engine.max_model_len:
             engine.max_model_len = beat.engine.max_model_len
@@ -67,6 +73,19 @@ class EngineDirectory:
     def is_ready(self, engine_id: str, now_ns: int) -> bool:
         engine = self.engines.get(engine_id)
         return engine is not None and engine.is_ready(now_ns)
+
+    def lost(self, now_ns: int) -> set[str]:
+        """Engines that have not been able to serve for so long that nothing waits for them."""
+        return {
+            engine.engine_id
+            for engine in self.engines.values()
+            if engine.last_ready_ns is not None and now_ns - engine.last_ready_ns > LOST_NS
+        }
+
+    def absolve(self, now_ns: int) -> None:
+        """It was we who heard nothing: no engine is lost for that."""
+        for engine in self.engines.values():
+            engine.last_ready_ns = now_ns
 
     def expect(self, model: str, now_ns: int) -> Engine | None:
         """The engine that `choose` names, or may name soon: one that was heard lately."""

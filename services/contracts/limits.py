@@ -66,6 +66,9 @@ MAX_ENDED_BYTES: Final = 64 * 1024 * 1024
 UNHEARD_SECONDS: Final = 5
 # An engine that was heard so lately is waited for, as long.
 ENGINE_ABSENCE_SECONDS: Final = 10
+# What an engine has begun waits longer, as a worker may have a large model to load again; then it
+# goes to another engine, or ends with `no_worker`.
+ENGINE_LOST_SECONDS: Final = 60
 
 MAX_ERROR_CHARS: Final = 2048
 MAX_ENVELOPE_BYTES: Final = 64 * 1024

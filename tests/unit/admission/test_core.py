@@ -9,12 +9,14 @@ from services.admission.core import (
     DEADLINE_GRACE_NS,
     SUBMIT_GIVE_UP_NS,
     SUBMIT_RETRY_NS,
+    BeatSent,
     CancelAsked,
     DrainAsked,
     SubmitFailed,
 )
+from services.admission.engines import LOST_NS
 from services.contracts.errors import ErrorCode
-from services.contracts.limits import ENDED_SECONDS
+from services.contracts.limits import BEAT_PERIOD_MS, ENDED_SECONDS
 from services.contracts.public import Encoding, FinishReason
 from services.contracts.sampling import SamplingParams
 from services.contracts.vectors import unpack
@@ -448,6 +450,52 @@ def test_between_two_workers_an_accepted_request_waits() -> None:
     submits = len(desk.submits)
     desk.tick(SUBMIT_RETRY_NS)
     assert len(desk.submits) == submits + 1
+
+
+def _absent(desk: Desk, for_ns: int, *, other: bool = False) -> None:
+    """The engine beats and cannot serve; the other one, where there is one, can."""
+    end_ns = desk.now_ns + for_ns
+    while desk.now_ns < end_ns:
+        desk.tick(BEAT_PERIOD_MS * MS)
+        desk.beat(ready=False)
+        if other:
+            desk.beat(engine="engine-1")
+
+
+def test_case_45_what_an_engine_has_begun_waits_for_it_in_bounded_time() -> None:
+    desk = Desk()
+    tag = desk.open()
+    desk.updates(tag, 0, [4])
+    _absent(desk, LOST_NS - SECOND)
+    assert not desk.ends()
+    _absent(desk, 2 * SECOND)
+    (frame,) = desk.ends()
+    assert frame.error is not None and frame.error.code is ErrorCode.NO_WORKER
+    assert frame.offset == 1
+
+
+def test_an_admission_that_slept_takes_no_engine_for_lost() -> None:
+    desk = Desk()
+    desk.handle(BeatSent())
+    desk.open()
+    desk.tick(2 * LOST_NS)
+    desk.acknowledge()
+    desk.handle(BeatSent())
+    desk.tick(MS)
+    assert not desk.ends()
+
+
+def test_what_a_lost_engine_has_begun_goes_on_at_another() -> None:
+    desk = Desk()
+    tag = desk.open()
+    desk.updates(tag, 0, [4])
+    _absent(desk, LOST_NS + SECOND, other=True)
+    moved = desk.submits[-1]
+    assert moved.engine == "engine-1" and moved.message.tag != tag
+    assert unpack(moved.message.accepted).tolist() == [4]
+    assert [(abort.engine, abort.message.seq_ids) for abort in desk.aborts] == [(ENGINE, ["r1"])]
+    assert not desk.updates(tag, 1, [9], end=LENGTH), "the engine before has no say any more"
+    assert not desk.ends()
 
 
 def test_a_submission_without_an_answer_is_retried_and_then_given_up() -> None:
