@@ -519,7 +519,8 @@ async def test_a_reader_that_does_not_read_loses_its_request_and_nobody_elses(
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
         asked = json.dumps({"model": MODEL, "prompt": "flood", "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n\r\n"
+        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(asked)}", "", ""])
         writer.write(head.encode() + asked)
         # The stream reader of asyncio stops reading by itself once its buffer is full.
         await fake.until(lambda: len(fake.cancelled) == 1)
