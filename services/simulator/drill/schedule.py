@@ -159,8 +159,8 @@ def _others_of(service: str) -> list[Fault]:
         faults.append(Fault(service, Kind.FAILPOINT, place, Action.STALL))
         faults.append(Fault(service, Kind.FAILPOINT, place, Action.RAISE))
     if service != "nats":
-        faults += [Fault(service, Kind.TERMINATE), Fault(service, Kind.HANG)]
-    return [*faults, Fault(service, Kind.PAUSE)]
+        faults.append(Fault(service, Kind.TERMINATE))
+    return [*faults, Fault(service, Kind.PAUSE), Fault(service, Kind.HANG)]
 
 
 def _timed(rng: random.Random, fault: Fault) -> Fault:
