@@ -29,6 +29,7 @@ WATCH_PERIOD_S: Final = 0.25
 # This process was itself stopped, or starved, so long: what it did not hear proves nothing.
 ASLEEP_S: Final = 1.0
 PING_TIMEOUT_S: Final = 1.0
+PING_KEPT_S: Final = 3600
 RETRY_S: Final = 0.2
 
 Hung = Callable[[str, float], None]
@@ -52,6 +53,7 @@ class Watcher:
         self._hung = hung
         self._bus_hung = bus_hung
         self._client = Client()
+        self._ping: asyncio.Future[None] | None = None
 
     async def run(self, url: str, subjects: Subjects) -> None:
         """Until cancelled."""
@@ -60,6 +62,8 @@ class Watcher:
             await self._client.subscribe(subjects.any_beat(), cb=self._on_beat)
             await self._watch()
         finally:
+            if self._ping is not None:
+                self._ping.cancel()
             await self._client.close()
 
     async def _connect(self, url: str) -> None:
@@ -72,6 +76,7 @@ class Watcher:
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=RETRY_S,  # type: ignore[arg-type]
                     error_cb=_ignore,
+                    reconnected_cb=self._on_reconnected,
                 )
                 return
             except (nats.errors.Error, OSError):
@@ -98,12 +103,23 @@ class Watcher:
                 answered_s = now_s
 
     async def _bus_answers(self) -> bool:
+        """One ping at a time, and never one that is given up: nats-py ends its reading, without a
+        word, at the answer to a ping that was cancelled.
+        """
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(self._client.flush(timeout=PING_KEPT_S))
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                await self._client.flush()
+                await asyncio.shield(self._ping)
         except (TimeoutError, nats.errors.Error, OSError):
             return False
         return self._client.is_connected
+
+    async def _on_reconnected(self) -> None:
+        """What was asked of the server before this one will not be answered."""
+        if self._ping is not None:
+            self._ping.cancel()
+            self._ping = None
 
     async def _on_beat(self, message: Msg) -> None:
         try:

@@ -89,6 +89,7 @@ class Outcome:
     noticed_s: float | None = None
     ready_s: float | None = None
     silence_s: float = 0.0
+    silent_via: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def judge(
             stream.cut, stream.code = False, "cut without a reason"
         _judge_stream(verdict, stream)
     for outcome in outcomes:
-        outcome.silence_s = _silence(outcome.began_s, streams)
+        outcome.silence_s, outcome.silent_via = _silence(outcome.began_s, streams)
         _judge_fault(verdict, outcome)
     verdict.blocks_leaked = sum(book.leaked for book in books)
     return verdict
@@ -228,14 +229,14 @@ def _judge_fault(verdict: Verdict, outcome: Outcome) -> None:
             verdict.crash_noticed_s = max(verdict.crash_noticed_s, outcome.noticed_s)
 
 
-def _silence(began_s: float, streams: Iterable[Stream]) -> float:
-    """The longest that any stream waited, from the fault to its next token."""
+def _silence(began_s: float, streams: Iterable[Stream]) -> tuple[float, str]:
+    """The longest that any stream waited, from the fault to its next token, and over which edge."""
     return max(
         (
-            end - began_s
+            (end - began_s, stream.via)
             for stream in streams
             for begin, end in stream.silences
             if begin < began_s + NOTICE_S and end > began_s
         ),
-        default=0.0,
+        default=(0.0, ""),
     )

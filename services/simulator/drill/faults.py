@@ -142,10 +142,9 @@ class Injector:
         """Arm it and wait until it fires; a process that dies of something else is no proof."""
         began_s, reason = time.monotonic(), "it was never passed"
         for _ in range(MAX_TRIES):
-            pid = self._cluster.pids.get(fault.service)
-            if pid is None:
-                await self._until_running(fault.service)
-                continue
+            # A process that has only begun would die of the signal that tells it to read its order.
+            await self._until_running(fault.service)
+            pid = self._cluster.pids[fault.service]
             failpoints.arm(self._cluster.run_dir, pid, fault.spec)
             if await self._line("armed", pid, began_s, ARMED_TIMEOUT_S) is None:
                 reason = "it was never armed"
@@ -187,13 +186,14 @@ class Injector:
         """The first line of the failpoints' record that says so."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while True:
+                is_alive = True
+                while is_alive:
+                    # What it wrote before its death is looked for once more after it.
+                    is_alive = process_state(pid) not in {"", "Z"}
                     for line in failpoints.record(self._cluster.run_dir):
                         is_new = line["monotonic_ns"] >= after_s * 1e9
                         if is_new and (line["event"], line["pid"]) == (event, pid):
                             return line
-                    if event == "fired" and process_state(pid) in {"", "Z"}:
-                        return None
                     await asyncio.sleep(_POLL_S)
         return None
 

@@ -43,9 +43,11 @@ def as_dict(
         "hang_noticed_s": round(verdict.hang_noticed_s, 3),
         "unexpected_deaths": verdict.unexpected_deaths,
         "slowest": [
-            f"{o.silence_s:.1f} s without tokens after {o.fault.service} {o.fault.label}, "
-            f"noticed after {o.noticed_s or 0.0:.1f} s"
-            for o in sorted(outcomes, key=lambda o: -o.silence_s)[:SLOWEST]
+            f"{o.silence_s:.1f} s without tokens over {o.silent_via} after {o.fault.service} "
+            f"{o.fault.label}, fault {number}, noticed after {o.noticed_s or 0.0:.1f} s"
+            for number, o in sorted(enumerate(outcomes), key=lambda item: -item[1].silence_s)[
+                :SLOWEST
+            ]
         ],
         "not_verified": [
             f"{o.fault.service} {o.fault.label}: {o.evidence}" for o in outcomes if not o.verified
