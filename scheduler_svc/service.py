@@ -75,8 +75,9 @@ from .events import (
 )
 from .policies import Policies
 
-# An attach waits for the running step, which may be a long prompt on a slow machine.
-ATTACH_TIMEOUT_S: Final = 15.0
+# An attach waits for the running step, which may take longer: the same attempt is asked again, as
+# it must be where its answer was lost with the bus.
+ATTACH_TIMEOUT_S: Final = 2.0
 POLL_TIMEOUT_S: Final = 1.0
 LEDGER_TIMEOUT_S: Final = 1.0
 MAX_PLAN_SIZES: Final = 16
