@@ -24,7 +24,8 @@ ROOT = Path(module.__file__).parents[2]
 GOOD = """
 import signal, sys
 from services.runtime.log import report_progress, report_ready
-signal.signal(signal.SIGTERM, lambda *_: (print("bye", file=sys.stderr), sys.exit(0)))
+bye = lambda *_: (print("bye", file=sys.stderr), sys.exit(0))
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, bye)
 report_progress(0.5, "half")
 print("not a status line", flush=True)
 report_ready(port=1234)
@@ -43,7 +44,7 @@ sys.exit(3)
 STUBBORN = """
 import signal
 from services.runtime.log import report_ready
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
 report_ready()
 while True: signal.pause()
 """
