@@ -127,12 +127,9 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendFrame:
-    """watch: tell of it (Unheard) where nobody listens."""
-
     reply: str
     encoding: Encoding
     frame: Frame
-    watch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +246,7 @@ class AdmissionCore:
             self._ask_again(known, ticket, now_ns)
         elif ended is not None and _is_again(ticket, ended.request.ticket):
             for frame in ended.frames(0):
-                self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame, watch=True))
+                self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame))
         elif known is not None:
             text = f"request_id {ticket.request_id} is in use by a running request"
             self._refuse(ticket, ErrorCode.DUPLICATE_REQUEST, text)
@@ -468,7 +465,7 @@ class AdmissionCore:
         """The terminal frame: the only place that ends a request that was opened."""
         self._forget(request)
         self.ended.keep(request, frame, self._now_ns)
-        self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
+        self._send(request, frame)
         # An abort might overtake a submission that is on its way.
         if abort and request.engine_id and request.request_id not in self._in_air:
             self._aborts.setdefault(request.engine_id, []).append(request.request_id)
@@ -479,9 +476,7 @@ class AdmissionCore:
         self._news.pop(request.request_id, None)
 
     def _send(self, request: OpenRequest, frame: Frame) -> None:
-        """A frame that is not the last, or not for the first time."""
-        ticket = request.ticket
-        self._effects.append(SendFrame(ticket.reply, ticket.encoding, frame, watch=True))
+        self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
 
     def _landed(self, seq_id: str) -> None:
         """A submission was answered, or will not be: what it brought to life after its request had

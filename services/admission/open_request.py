@@ -75,6 +75,7 @@ class Ticket:
 class OpenRequest:
     """submitted: the last submission is acknowledged; accepted: one was. num_submissions: so far.
 
+    has_more: the last frame was full, and tokens are left for another one.
     withheld: shows nothing until it is known whose it is.
     unheard_ns: since when nobody listens.
     token_ids: accepted, shown or not. num_taken: tokens that became text; num_shown: in frames.
@@ -96,6 +97,7 @@ class OpenRequest:
     token_ids: list[int] = field(default_factory=list)
     num_taken: int = 0
     num_shown: int = 0
+    has_more: bool = False
     num_cached_tokens: int = 0
     finished: SequenceFinished | None = None
     _detokenizer: Detokenizer = field(init=False)
@@ -104,7 +106,6 @@ class OpenRequest:
     _prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     _text: list[str] = field(default_factory=list)
     _stop_ids: frozenset[int] = field(init=False)
-    _is_cut: bool = False
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.vocabulary.token_bytes, self.ticket.prompt_token_ids)
@@ -175,8 +176,10 @@ class OpenRequest:
         stop or a character. A stream shows at most MAX_FRAME_TOKENS at once: `has_more` then says
         that the next frame is there already.
         """
-        limit = self.num_shown + MAX_FRAME_TOKENS if self.ticket.stream else len(self.token_ids)
-        matched = self._take(limit)
+        end = len(self.token_ids)
+        if end - self.num_shown > MAX_FRAME_TOKENS and self.ticket.stream:
+            end = self.num_shown + MAX_FRAME_TOKENS
+        matched = self._take(end)
         if self._lacks_logprobs():
             return self.error_frame(ErrorCode.INTERNAL, "log-probabilities were lost")
         if matched:
@@ -230,11 +233,6 @@ class OpenRequest:
             yield self._frame(None)
 
     @property
-    def has_more(self) -> bool:
-        """The last frame was full, and tokens are left for another one."""
-        return self._is_cut and self.num_taken < len(self.token_ids)
-
-    @property
     def num_bytes(self) -> int:
         """What keeping it costs in memory, roughly."""
         width = 2 + max(0, self.ticket.sampling.num_logprobs)
@@ -242,10 +240,10 @@ class OpenRequest:
         num_tokens = len(self.ticket.prompt_token_ids) + len(self.token_ids)
         return _TOKEN_BYTES * num_tokens + _LOGPROB_BYTES * num_logprobs
 
-    def _take(self, limit: int) -> bool:
-        """Turn tokens into text, `limit` in all at most -> True where a stop string has ended."""
-        self._is_cut = False
-        fresh = self.token_ids[self.num_taken : limit]
+    def _take(self, end: int) -> bool:
+        """Turn the tokens before `end` into text -> True where a stop string has matched."""
+        self.has_more = False
+        fresh = self.token_ids[self.num_taken : end]
         ends = not self._stop_ids.isdisjoint(fresh)
         if ends:
             # A stop token ends the sequence and is not part of the answer, nor of its usage.
@@ -260,7 +258,7 @@ class OpenRequest:
             self._text.append(step.text)
             if step.matched:
                 return True
-        self._is_cut = not ends and self.num_taken < len(self.token_ids)
+        self.has_more = not ends and self.num_taken < len(self.token_ids)
         return False
 
     def _ending(self) -> str:

@@ -386,7 +386,8 @@ class AdmissionService:
         frame = effect.frame
         payload = encode_frame(frame, effect.encoding)
         headers = None if frame.error is None else _error_headers(frame.error)
-        watch = f"{self.watch}.{frame.request_id}" if effect.watch else ""
+        # After the last frame nothing would follow from it.
+        watch = f"{self.watch}.{frame.request_id}" if frame.finish_reason is None else ""
         try:
             await self._bus.publish(effect.reply, payload, reply=watch, headers=headers)
         except PayloadTooLarge as error:

@@ -145,7 +145,7 @@ class World:
         def deliver(payload: bytes) -> None:
             if not client.done:
                 client.hear(_frame.decode(payload), self)
-            elif effect.watch:
+            elif effect.frame.finish_reason is None:
                 node.hear(adm.Unheard(effect.frame.request_id))
 
         payload = encode_frame(effect.frame, Encoding.MSGPACK)
