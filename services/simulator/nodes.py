@@ -20,6 +20,7 @@ from kv_store.core import Reply as KvReply
 from scheduler_svc import events as sched
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from services.admission import core as adm
+from services.admission.open_request import Ticket
 from services.contracts import codec
 from services.contracts.beats import Beat, ServiceKind, WorkerLoad
 from services.contracts.kv import (
@@ -30,6 +31,7 @@ from services.contracts.kv import (
     LookupReply,
     LookupRequest,
 )
+from services.contracts.public import Frame
 from services.contracts.sequences import (
     AbortReply,
     AbortSequences,
@@ -427,6 +429,8 @@ class AdmissionNode(Node):
 
     def _start(self) -> adm.AdmissionCore:
         self.incarnation += 1
+        self._ended: set[str] = set()
+        self._was_asked = False
         name = f"{self.name}-{self.incarnation}"
         return adm.AdmissionCore(name, {MODEL: self.vocabulary}, max_open=1000)
 
@@ -453,6 +457,19 @@ class AdmissionNode(Node):
         if self.alive:
             self.post(event)
 
+    def post(self, event: adm.Event) -> None:
+        self._was_asked = isinstance(event, adm.ResumeAsked | Ticket)
+        super().post(event)
+
+    def _check_end(self, frame: Frame) -> None:
+        """Only who asks hears anything after the end, or the end again."""
+        request_id = frame.request_id
+        if self._was_asked:
+            self._ended.discard(request_id)
+        assert request_id not in self._ended, f"{request_id}: a frame after the terminal frame"
+        if frame.finish_reason is not None:
+            self._ended.add(request_id)
+
     def take_beat(self, payload: bytes) -> None:
         self.hear(beat_decoder.decode(payload))
 
@@ -477,6 +494,7 @@ class AdmissionNode(Node):
         ends = (self.name, scheduler.name)
         match effect:
             case adm.SendFrame():
+                self._check_end(effect.frame)
                 self.world.send_frame(self, effect)
             case adm.Submit():
                 seq_id = effect.message.seq_id

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,7 +26,9 @@ from kv_store.host_tier import HostTier
 from scheduler_svc.planning import Planner, Step
 from scheduler_svc.waiting import WaitingQueue
 from services.admission.core import AdmissionCore, SendFrame
+from services.admission.open_request import OpenRequest
 from services.contracts.errors import StreetcarError
+from services.contracts.public import Frame
 from services.contracts.streams import Arrival, StreamReceiver
 from services.simulator.world import World
 
@@ -166,16 +169,18 @@ def test_the_terminal_frame_is_sent_twice(monkeypatch: pytest.MonkeyPatch) -> No
     assert "a frame after the terminal frame" in failure()
 
 
-def test_a_frame_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = AdmissionCore.handle
-    serial = itertools.count(1)
+def test_a_frame_leaves_a_token_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole frame that is lost is asked for again."""
+    honest = OpenRequest.frame
 
-    def broken(self: AdmissionCore, event: Any, now_ns: int) -> list[Any]:
-        effects = honest(self, event, now_ns)
-        return [e for e in effects if not isinstance(e, SendFrame) or next(serial) % 50]
+    def broken(self: OpenRequest) -> Frame | None:
+        frame = honest(self)
+        if frame is None or len(frame.token_ids) < 2:
+            return frame
+        return msgspec.structs.replace(frame, token_ids=frame.token_ids[1:])
 
-    monkeypatch.setattr(AdmissionCore, "handle", broken)
-    assert failure() != ""
+    monkeypatch.setattr(OpenRequest, "frame", broken)
+    assert "got [" in failure()
 
 
 def test_the_block_table_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
