@@ -12,23 +12,31 @@ from __future__ import annotations
 import torch
 
 from kernels.huge_pages import zeros_in_huge_pages
+from kernels.kv_int8 import CACHE_DTYPE, SCALE_BYTES
 from services.models.config import ModelConfig
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values together."""
-    per_slot = config.num_kv_heads * config.head_dim * dtype.itemsize
+    per_slot = config.num_kv_heads * _slot_width(config, dtype) * dtype.itemsize
     return 2 * config.num_layers * block_size * per_slot
 
 
+def _slot_width(config: ModelConfig, dtype: torch.dtype) -> int:
+    return config.head_dim + (SCALE_BYTES if dtype == CACHE_DTYPE else 0)
+
+
 class KVCache:
-    """The pool; ``layer(i)`` gives the logical views that kernels take."""
+    """The pool; ``layer(i)`` gives the logical views that kernels take.
+
+    dtype: that of the model, or ``kernels.kv_int8.CACHE_DTYPE``, where a slot ends in its scale
+    """
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         assert num_blocks >= 2, "the pool needs the null block and at least one other"
-        block = (config.num_kv_heads, block_size, config.head_dim)
+        block = (config.num_kv_heads, block_size, _slot_width(config, dtype))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._pool = zeros_in_huge_pages((config.num_layers, 2, num_blocks, *block), dtype)

@@ -26,6 +26,7 @@ from gpu_worker.mirror import CopyLists
 from gpu_worker.model.llama import LlamaModel, PackedBatch
 from gpu_worker.model.loader import Progress, load_weights
 from gpu_worker.sampler import sample, score_targets
+from kernels.kv_int8 import CACHE_DTYPE
 from kernels.native import NativeKernels, NativeUnavailable, load_native
 from services.models.config import ModelConfig
 from services.models.source import open_model
@@ -34,6 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 QUANTIZATIONS = ("none", "int8")
 """int8: linears multiply bytes by bytes, with a scale for each row and for each output feature."""
+
+KV_CACHE_DTYPES = ("auto", "int8")
+"""auto: that of the model; int8: bytes with a scale for each head of each token."""
 
 MAX_PROMPT_LOGPROB_ROWS = 128
 """Logits held at once when scoring prompts: 25 MB of float32 with a vocabulary of 49,152."""
@@ -73,6 +77,7 @@ class ModelRunner:
                    the torch reference, any other name is an instruction set that must be there
     native_cache:  directory of built native kernels; None is one in the user's cache
     quantization:  one of QUANTIZATIONS
+    kv_cache_dtype: one of KV_CACHE_DTYPES
 
     Raises ModelFileError for the file, ValueError for a setting that does not fit the model or the
     processor. ``notices`` holds what the caller should log: why there are no native kernels.
@@ -92,6 +97,7 @@ class ModelRunner:
         native: str = "auto",
         native_cache: Path | None = None,
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -106,12 +112,15 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype)
         if quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization {quantization!r} is not one of {QUANTIZATIONS}")
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {KV_CACHE_DTYPES}")
+        kv_dtype = CACHE_DTYPE if kv_cache_dtype == "int8" else self.dtype
         progress(0.0, "preparing native kernels")
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
             weights = load_weights(source, self.dtype, progress, self._native, quantization)
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
-            self._cache = KVCache(config, num_blocks, block_size, self.dtype)
+            self._cache = KVCache(config, num_blocks, block_size, kv_dtype)
             self._model.attach(self._cache)
             self._host = HostPool(self._cache.tensors, host_blocks)
         self.copy_block_us = 0

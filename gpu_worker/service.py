@@ -306,6 +306,7 @@ def _load_model(settings: Settings) -> ModelRunner:
             host_blocks=settings.host_blocks,
             native_cache=settings.native_path,
             quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from kernels.attention.cpu_backend import MAX_HEAD_DIM
+from kernels.attention.cpu_backend import MAX_HEAD_DIM, takes_caches
+from kernels.kv_int8 import head_dim_of, is_int8_cache
 from kernels.linear import Linear, NativeLinear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
@@ -115,14 +116,14 @@ class NativeDecoder:
     ) -> bool:
         """Whether all matrices are native, of one kind, and the caches are what C expects."""
         kinds = {type(matrix) for layer in layers for matrix in layer.matrices}
-        head_dim = caches[0][0].shape[3]
+        head_dim = head_dim_of(caches[0][0])
         alike = {(c.shape, c.stride(), c.dtype) for pair in caches for c in pair}
         return (
             kinds in ({NativeLinear}, {Int8Linear})
             and len(alike) == 1
             and head_dim % 2 == 0
             and head_dim <= MAX_HEAD_DIM
-            and native.takes(layers[0].input_norm, *caches[0])
+            and takes_caches(native, layers[0].input_norm, *caches[0])
         )
 
     def __call__(
@@ -201,6 +202,7 @@ class NativeDecoder:
         arguments.v_block, arguments.v_slot, arguments.v_head = keys.stride()[:3]
         arguments.num_blocks, arguments.block_size = keys.shape[:2]
         arguments.is_bf16 = final_norm.dtype == torch.bfloat16
+        arguments.kv_int8 = is_int8_cache(keys)
         arguments.epsilon, arguments.scale = shape.epsilon, shape.scale
         return arguments
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention.cpu_backend import takes_caches
+from kernels.kv_int8 import head_dim_of, is_int8_cache, quantise_heads
 from kernels.kv_write import write_kv
 from kernels.native import NativeKernels
 from kernels.native.arguments import RopeWriteKvArguments
@@ -28,7 +30,8 @@ def rope_write_kv(
     qkv:              (num_tokens, num_heads + 2 * num_kv_heads, head_dim), in that order of heads;
                       its content afterwards is unspecified
     cos_sin:          (num_tokens, rotary_dim) float32 - see ``apply_rope``
-    k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), dtype of qkv
+    k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), dtype of qkv; or of
+                      signed bytes, see ``kernels.kv_int8``
     slot_mapping:     (num_tokens) int64; negative: the row is not stored
     native:           the loaded library, used where it takes the dtype
     returns:          (num_tokens, num_heads, head_dim); may be a view of qkv
@@ -37,14 +40,15 @@ def rope_write_kv(
     """
     num_kv_heads = k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    if native is not None and qkv.is_contiguous() and native.takes(qkv, k_cache, v_cache):
+    if native is not None and qkv.is_contiguous() and takes_caches(native, qkv, k_cache, v_cache):
         _run_native(native, qkv, cos_sin, k_cache, v_cache, slot_mapping)
         return qkv[:, :num_heads]
     # Queries and keys are neighbours, so one rotation serves both.
     rotated = apply_rope(qkv[:, : num_heads + num_kv_heads], cos_sin)
-    write_kv(
-        rotated[:, num_heads:], qkv[:, num_heads + num_kv_heads :], k_cache, v_cache, slot_mapping
-    )
+    k, v = rotated[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
+    if is_int8_cache(k_cache):
+        k, v = quantise_heads(k), quantise_heads(v)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
     return rotated[:, :num_heads]
 
 
@@ -56,7 +60,7 @@ def _run_native(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_blocks, block_size, num_kv_heads = k_cache.shape[:3]
     assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous(), "a table's rows"
     assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous(), "int64 slots"
     assert slot_mapping.shape[0] == cos_sin.shape[0] == qkv.shape[0], "one of each for a row"
@@ -73,11 +77,12 @@ def _run_native(
         qkv.shape[0],
         qkv.shape[1] - 2 * num_kv_heads,
         num_kv_heads,
-        head_dim,
+        head_dim_of(k_cache),
         cos_sin.shape[1],
         num_blocks,
         block_size,
         qkv.dtype == torch.bfloat16,
+        is_int8_cache(k_cache),
         torch.get_num_threads(),
     )
     native.run("rope_write_kv", arguments)

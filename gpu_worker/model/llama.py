@@ -15,6 +15,7 @@ import torch
 from gpu_worker.kv_cache import KVCache
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
 from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
+from kernels.kv_int8 import is_int8_cache
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, empty_rows
@@ -106,10 +107,9 @@ class LlamaModel:
         rows = _rows_for(first.qkv, *residual.shape)
         normed = rms_norm(residual, first.input_norm, epsilon, native, rows)
         layout = None
-        if native is None:
-            layout = plan_attention(
-                batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, cache.layer(0)[0]
-            )
+        keys = cache.layer(0)[0]
+        if native is None and not is_int8_cache(keys):
+            layout = plan_attention(batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, keys)
         next_norms = [layer.input_norm for layer in self._weights.layers[1:]]
         next_norms.append(self._weights.final_norm)
         for index, layer in enumerate(self._weights.layers):

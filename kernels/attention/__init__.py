@@ -14,6 +14,7 @@ import torch
 from kernels.attention.cpu_backend import MAX_HEAD_DIM, attend_native, is_supported
 from kernels.attention.layout import BatchLayout, plan_attention
 from kernels.attention.torch_backend import AttentionVariant, attend_batch
+from kernels.kv_int8 import head_dim_of, is_int8_cache, restore_blocks
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, write_rows
 
@@ -51,7 +52,8 @@ def varlen_paged_attention(
 
     q:            (num_tokens, num_heads, head_dim) float32|bfloat16|float16, last stride 1
     k_cache:      (num_blocks, block_size, num_kv_heads, head_dim), dtype of q, last stride 1;
-                  fastest when it is a view of physical [block, kv_head, slot, dim]
+                  fastest when it is a view of physical [block, kv_head, slot, dim]; or of signed
+                  bytes, see ``kernels.kv_int8``
     v_cache:      as k_cache
     cu_seqlens_q: (num_seqs + 1) int32 - packed query boundaries, starts at 0
     seqlens_k:    (num_seqs) int32 - keys of each sequence, this step's included (already written)
@@ -93,6 +95,8 @@ def varlen_paged_attention(
         # Imported on first use: the package is there only where a GPU is, or the tests are.
         from kernels.gpu.attention import attend_triton
 
+        if is_int8_cache(k_cache):
+            raise ValueError("the triton backend does not read a KV cache of bytes")
         indices = (cu_seqlens_q, seqlens_k, block_table)
         caches = (k_cache, v_cache)
         attend_triton(q, caches, indices, variant, results, num_decodes=num_decodes)
@@ -102,6 +106,11 @@ def varlen_paged_attention(
         indices = (cu_seqlens_q, seqlens_k, block_table)
         attend_native(native, q, (k_cache, v_cache), indices, variant, results, into)
         return out
+    if is_int8_cache(k_cache):
+        caches = (k_cache, v_cache)
+        restored = restore_blocks(caches, seqlens_k, block_table, q.dtype)
+        k_cache, v_cache, block_table = restored
+        layout = None
     if layout is None:
         layout = plan_attention(cu_seqlens_q, seqlens_k, block_table, k_cache)
     attend_batch(q, k_cache, v_cache, layout, variant, results)
@@ -138,17 +147,18 @@ def _check_arguments(
 ) -> None:
     if backend not in SUPPORTED_BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {SUPPORTED_BACKENDS}")
-    if q.dtype not in SUPPORTED_DTYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+    alike = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or is_int8_cache(k_cache))
+    if q.dtype not in SUPPORTED_DTYPES or not alike:
         raise ValueError(
             f"attention needs q, k and v of one dtype out of {SUPPORTED_DTYPES}, "
             f"got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    if num_heads % num_kv_heads != 0 or k_cache.shape[3] != head_dim:
+    if num_heads % num_kv_heads != 0 or head_dim_of(k_cache) != head_dim:
         raise ValueError(
             f"{num_heads} query heads of {head_dim} do not fit "
-            f"{num_kv_heads} key heads of {k_cache.shape[3]}"
+            f"{num_kv_heads} key heads of {head_dim_of(k_cache)}"
         )
     if k_cache.shape != v_cache.shape:
         raise ValueError(f"key cache {k_cache.shape} and value cache {v_cache.shape} differ")

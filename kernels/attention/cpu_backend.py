@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.torch_backend import AttentionVariant
+from kernels.kv_int8 import is_int8_cache
 from kernels.native import NativeKernels
 from kernels.native.arguments import AttentionArguments, address
 from kernels.quantise import QuantisedRows, row_addresses
@@ -22,7 +23,15 @@ MAX_HEAD_DIM = 256
 def is_supported(native: NativeKernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the native backend takes these tensors: see ``varlen_paged_attention``."""
     head_dim = q.shape[2]
-    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and native.takes(q, k, v)
+    fits = head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
+    return fits and takes_caches(native, q, k, v)
+
+
+def takes_caches(native: NativeKernels, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the library takes x together with these caches, of its dtype or of bytes."""
+    if is_int8_cache(k):
+        return native.takes(x) and all(c.is_cpu and c.stride(-1) == 1 for c in (k, v))
+    return native.takes(x, k, v)
 
 
 def attend_native(
@@ -76,6 +85,7 @@ def attend_native(
         variant.window,
         variant.causal,
         q.dtype == torch.bfloat16,
+        is_int8_cache(k),
         torch.get_num_threads(),
         variant.scale,
         variant.softcap,

@@ -31,13 +31,15 @@ typedef struct F(scratch) {
     float *hidden; /* values again, with the keys that a row does not see zeroed */
     float *sums;   /* (rows, padded_dim), of the segment */
     float *totals; /* (rows, padded_dim), of the segments so far */
+    float *key_scales, *value_scales; /* (TILE), of a cache of bytes; else not used */
     float *peaks, *denominators, *total_peaks, *total_denominators; /* (rows) */
     const F(task) *next_task;
 } F(scratch);
 
 typedef struct F(shape) {
     int64_t group, q_words, padded_dim;
-    int pairs;
+    int pairs; /* products are of bfloat16 */
+    int cell;  /* what the cache holds */
 } F(shape);
 
 INLINE F(shape) F(shape_of)(const attention_arguments *a) {
@@ -45,8 +47,13 @@ INLINE F(shape) F(shape_of)(const attention_arguments *a) {
     s.group = a->num_heads / a->num_kv_heads;
     s.pairs = ISA_LEVEL >= 4 && a->is_bf16;
     s.q_words = s.pairs ? a->head_dim / 2 : a->head_dim;
+    s.cell = a->kv_int8 ? INT8S : a->is_bf16 ? BF16S : FLOATS;
     s.padded_dim = (a->head_dim + LANES - 1) / LANES * LANES;
     return s;
+}
+
+INLINE int64_t F(cell_bytes)(const int cell) {
+    return cell == INT8S ? 1 : cell == BF16S ? 2 : 4;
 }
 
 INLINE int64_t F(seqlen_q)(const attention_arguments *a, int64_t seq) {
@@ -74,7 +81,7 @@ static void F(find_rows)(
     F(tile_rows) *rows, const attention_arguments *a, const F(task) *t, int64_t tile,
     F(span) seen) {
     const char **keys = rows->keys, **values = rows->values;
-    int64_t width = a->is_bf16 ? 2 : 4;
+    int64_t width = F(cell_bytes)(F(shape_of)(a).cell);
     const int32_t *table = a->block_table + t->seq * a->table_row;
     const char *key_head = (const char *)a->k + t->kv_head * a->k_head * width;
     const char *value_head = (const char *)a->v + t->kv_head * a->v_head * width;
@@ -95,13 +102,45 @@ static void F(find_rows)(
     for (int64_t i = end; i < TILE; i++) keys[i] = values[i] = 0;
 }
 
+/* One word of each lane, two neighbours in it as bfloat16; the later one in the upper half. */
+INLINE vf F(join)(vf even, vf odd) {
+    return (vf)(((vu)even >> 16) | ((vu)odd & 0xFFFF0000u));
+}
+
+/* LANES elements of a row, from element i; past its end, or without a row, they read as 0. */
+INLINE vf F(cells)(const char *row, int64_t i, int64_t count, const int cell) {
+    if (!row) return (vf){0};
+    if (cell == INT8S) {
+        if (i + LANES <= count) return F(load_bytes)((const int8_t *)row + i);
+        int8_t padded[LANES] = {0};
+        memcpy(padded, row + i, (size_t)(count - i));
+        return F(load_bytes)(padded);
+    }
+    if (i + LANES <= count) return F(load_as_float)(row, i, cell);
+    return F(load_some_as_float)(row, i, (int)(count - i), cell);
+}
+
+/* LANES pairs of signed bytes, from pair i, as pairs of bfloat16, which hold them exactly. */
+INLINE vf F(byte_pairs)(const char *row, int64_t i, int64_t words) {
+    vh pairs = {0};
+    if (i + LANES <= words)
+        memcpy(&pairs, row + 2 * i, sizeof pairs);
+    else
+        memcpy(&pairs, row + 2 * i, (size_t)(2 * (words - i)));
+#if ISA_LEVEL >= 2
+    vi wide = (vi)_mm512_cvtepu16_epi32((__m256i)pairs);
+#else
+    vi wide = (vi)__builtin_convertvector(pairs, vu);
+#endif
+    return F(join)(F(to_float)((wide << 24) >> 24), F(to_float)((wide << 16) >> 24));
+}
+
 /* LANES words of a row of keys, from word i; a row that is not there reads as 0. */
 INLINE vf F(key_words)(
-    const char *row, int64_t i, int64_t words, const int pairs, const int is_bf16) {
+    const char *row, int64_t i, int64_t words, const int pairs, const int cell) {
     if (!row) return (vf){0};
-    const int as_bf16 = is_bf16 && !pairs;
-    if (i + LANES <= words) return F(load_as_float)(row, i, as_bf16);
-    return F(load_some_as_float)(row, i, (int)(words - i), as_bf16);
+    if (pairs && cell == INT8S) return F(byte_pairs)(row, i, words);
+    return F(cells)(row, i, words, pairs ? FLOATS : cell);
 }
 
 /* Asks for a row that the next tile will want. Into the second-level cache: a processor keeps
@@ -113,14 +152,14 @@ INLINE void F(prefetch)(const char *row, int64_t bytes) {
 
 INLINE void F(pack_keys_typed)(
     float *packed, const char *const *rows, const char *const *next, int64_t count, int64_t words,
-    const int pairs, const int is_bf16) {
-    int64_t bytes = words * (is_bf16 && !pairs ? 2 : 4);
+    const int pairs, const int cell) {
+    int64_t bytes = words * (1 + pairs) * F(cell_bytes)(cell);
     for (int64_t lane = 0; lane < count; lane += LANES) {
         for (int r = 0; r < LANES; r++) F(prefetch)(next[lane + r], bytes);
         for (int64_t i = 0; i < words; i += LANES) {
             vf block[LANES];
             for (int r = 0; r < LANES; r++)
-                block[r] = F(key_words)(rows[lane + r], i, words, pairs, is_bf16);
+                block[r] = F(key_words)(rows[lane + r], i, words, pairs, cell);
             F(transpose)(block);
             int64_t kept = words - i < LANES ? words - i : LANES;
             for (int64_t r = 0; r < kept; r++)
@@ -134,39 +173,43 @@ INLINE void F(pack_keys_typed)(
 /* (q_words, TILE): the first `count` keys, rounded up to whole vectors. */
 static void F(pack_keys)(
     float *packed, const F(tile_rows) *rows, const F(tile_rows) *next, int64_t count,
-    const F(shape) *s, int is_bf16) {
-    if (s->pairs)
-        F(pack_keys_typed)(packed, rows->keys, next->keys, count, s->q_words, 1, 1);
-    else if (is_bf16)
-        F(pack_keys_typed)(packed, rows->keys, next->keys, count, s->q_words, 0, 1);
+    const F(shape) *s) {
+    const char *const *now = rows->keys, *const *later = next->keys;
+    int64_t words = s->q_words;
+    if (s->pairs && s->cell == INT8S)
+        F(pack_keys_typed)(packed, now, later, count, words, 1, INT8S);
+    else if (s->pairs)
+        F(pack_keys_typed)(packed, now, later, count, words, 1, BF16S);
+    else if (s->cell == INT8S)
+        F(pack_keys_typed)(packed, now, later, count, words, 0, INT8S);
+    else if (s->cell == BF16S)
+        F(pack_keys_typed)(packed, now, later, count, words, 0, BF16S);
     else
-        F(pack_keys_typed)(packed, rows->keys, next->keys, count, s->q_words, 0, 0);
+        F(pack_keys_typed)(packed, now, later, count, words, 0, FLOATS);
 }
 
-INLINE vf F(value_lanes)(const char *row, int64_t i, int64_t dim, const int is_bf16) {
-    if (!row) return (vf){0};
-    if (i + LANES <= dim) return F(load_as_float)(row, i, is_bf16);
-    return F(load_some_as_float)(row, i, (int)(dim - i), is_bf16);
-}
-
-/* One word of each lane, two neighbouring keys in it; the later one in the upper half. */
-INLINE vf F(join)(vf even, vf odd) {
-    return (vf)(((vu)even >> 16) | ((vu)odd & 0xFFFF0000u));
+/* The scales of a tile's rows, 0 where there is no row. */
+static void F(pack_scales)(float *scales, const char *const *rows, int64_t head_dim) {
+    for (int64_t key = 0; key < TILE; key++) {
+        scales[key] = 0.0f;
+        if (rows[key]) memcpy(scales + key, rows[key] + head_dim, sizeof *scales);
+    }
 }
 
 /* (count, padded_dim), or (count / 2, padded_dim) in pairs; returns whether all are finite. */
 INLINE int F(pack_values_typed)(
     float *packed, const char *const *rows, const char *const *next, int64_t count, int64_t dim,
-    int64_t padded, const int pairs, const int is_bf16) {
+    int64_t padded, const int pairs, const int cell) {
+    int64_t bytes = dim * F(cell_bytes)(cell);
     vi odd_ones = {0};
     for (int64_t key = 0; key < count; key += 1 + pairs) {
-        F(prefetch)(next[key], dim * (is_bf16 ? 2 : 4));
-        if (pairs) F(prefetch)(next[key + 1], dim * 2);
+        F(prefetch)(next[key], bytes);
+        if (pairs) F(prefetch)(next[key + 1], bytes);
         for (int64_t i = 0; i < padded; i += LANES) {
-            vf x = F(value_lanes)(rows[key], i, dim, is_bf16);
+            vf x = F(cells)(rows[key], i, dim, cell);
             odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
             if (pairs) {
-                vf next = F(value_lanes)(rows[key + 1], i, dim, is_bf16);
+                vf next = F(cells)(rows[key + 1], i, dim, cell);
                 odd_ones |= ((vi)next & 0x7F800000) == 0x7F800000;
                 x = F(join)(x, next);
             }
@@ -174,7 +217,7 @@ INLINE int F(pack_values_typed)(
         }
     }
     for (int64_t key = (count + pairs) / (1 + pairs) * (1 + pairs); key < TILE; key++)
-        F(prefetch)(next[key], dim * (is_bf16 ? 2 : 4));
+        F(prefetch)(next[key], bytes);
     int32_t any = 0;
     for (int i = 0; i < LANES; i++) any |= odd_ones[i];
     return any == 0;
@@ -185,9 +228,14 @@ static int F(pack_values)(
     const attention_arguments *a, const F(shape) *s) {
     int64_t dim = a->head_dim, padded = s->padded_dim;
     const char *const *now = rows->values, *const *later = next->values;
-    if (s->pairs) return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, 1);
-    if (a->is_bf16) return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, 1);
-    return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, 0);
+    if (s->pairs && s->cell == INT8S)
+        return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, INT8S);
+    if (s->pairs) return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, BF16S);
+    if (s->cell == INT8S)
+        return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, INT8S);
+    if (s->cell == BF16S)
+        return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, BF16S);
+    return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, FLOATS);
 }
 
 /* A copy of packed values in which the keys outside [first, end) are 0. */

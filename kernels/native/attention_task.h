@@ -41,24 +41,35 @@ INLINE vf F(modify)(
     return scores;
 }
 
-INLINE vf F(mask)(vf scores, int64_t key, F(span) seen) {
+/* x where a key is seen, else `other`. */
+INLINE vf F(mask)(vf x, int64_t key, F(span) seen, vf other) {
     vi first = F(splat_int)((int32_t)(seen.first - key));
     vi end = F(splat_int)((int32_t)(seen.end - key));
     vi inside = (F(iota)() >= first) & (F(iota)() < end);
-    return F(select)(inside, scores, F(splat)(-INFINITY));
+    return F(select)(inside, x, other);
+}
+
+INLINE int F(is_partly_seen)(int64_t key, F(span) seen) {
+    return key < seen.first || key + LANES > seen.end;
 }
 
 /* Scores of a row become weights (bfloat16 in pairs where the sums are); returns what the sums so
- * far are to be multiplied by. `seen` and the row's keys count from the start of the tile. */
+ * far are to be multiplied by. `seen` and the row's keys count from the start of the tile. Keys and
+ * values in bytes bring their scales: those of keys belong to the scores, those of values to the
+ * weights, but not to the denominator. */
 INLINE float F(weigh)(
-    float *scores, float *peak, float *denominator, const attention_arguments *a, int64_t head,
-    int64_t position, F(span) seen, int64_t count, const int pairs) {
+    float *scores, float *peak, float *denominator, const attention_arguments *a,
+    const F(scratch) *w, int64_t head, int64_t position, F(span) seen, int64_t count,
+    const int pairs) {
     vf held[TILE / LANES], highest = F(splat)(-INFINITY);
     int vectors = (int)((count + LANES - 1) / LANES);
     for (int n = 0; n < vectors; n++) {
         int64_t key = n * LANES;
-        held[n] = F(modify)(F(load)(scores + key), a, head, position, key);
-        if (key < seen.first || key + LANES > seen.end) held[n] = F(mask)(held[n], key, seen);
+        held[n] = F(load)(scores + key);
+        if (a->kv_int8) held[n] = held[n] * F(load)(w->key_scales + key);
+        held[n] = F(modify)(held[n], a, head, position, key);
+        if (F(is_partly_seen)(key, seen))
+            held[n] = F(mask)(held[n], key, seen, F(splat)(-INFINITY));
         highest = F(maximum)(held[n], highest);
     }
     float tile_peak = F(largest)(highest);
@@ -69,6 +80,12 @@ INLINE float F(weigh)(
     for (int n = 0; n < vectors; n++) {
         vf weight = F(exponential)(held[n] - base);
         total = total + weight;
+        if (a->kv_int8) {
+            weight = weight * F(load)(w->value_scales + n * LANES);
+            /* What is not seen may have a scale that is not finite. */
+            if (F(is_partly_seen)(n * LANES, seen))
+                weight = F(mask)(weight, n * LANES, seen, (vf){0});
+        }
 #if ISA_LEVEL >= 4
         if (pairs) {
             __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
@@ -111,10 +128,10 @@ static void F(attend_rows)(
         int64_t position = length - seqlen_q + query - tile;
         if (s->pairs)
             factors[r] = F(weigh)(scores + r * TILE, w->peaks + row + r, w->denominators + row + r,
-                                  a, head, position, seen[r], count, 1);
+                                  a, w, head, position, seen[r], count, 1);
         else
             factors[r] = F(weigh)(scores + r * TILE, w->peaks + row + r, w->denominators + row + r,
-                                  a, head, position, seen[r], count, 0);
+                                  a, w, head, position, seen[r], count, 0);
     }
     F(operands) mix = {scores, TILE, w->values, s->padded_dim, w->sums + row * s->padded_dim,
                        s->padded_dim, factors, 0, s->pairs ? (count + 1) / 2 : count};
@@ -183,7 +200,11 @@ static void F(attend_segment)(
             F(find_first_rows)(next, a, w->next_task);
         else
             memset(next, 0, sizeof *next);
-        F(pack_keys)(w->keys, now, next, count, s, (int)a->is_bf16);
+        F(pack_keys)(w->keys, now, next, count, s);
+        if (a->kv_int8) {
+            F(pack_scales)(w->key_scales, now->keys, a->head_dim);
+            F(pack_scales)(w->value_scales, now->values, a->head_dim);
+        }
         int finite = F(pack_values)(w->values, now, next, count, a, s);
         for (int64_t row = 0; row < rows; row += MAX_ROWS) {
             int some = rows - row < MAX_ROWS ? (int)(rows - row) : MAX_ROWS;
@@ -236,8 +257,9 @@ static void F(run_task)(
     int64_t sums = rows * s.padded_dim;
     float q[rows * s.q_words], keys[s.q_words * TILE], values[TILE * s.padded_dim];
     float hidden[TILE * s.padded_dim], sums_of[sums], totals[sums], softmax[4 * rows];
-    F(scratch) w = {q, keys, values, hidden, sums_of, totals,
-                    softmax, softmax + rows, softmax + 2 * rows, softmax + 3 * rows,
+    float key_scales[TILE], value_scales[TILE];
+    F(scratch) w = {q, keys, values, hidden, sums_of, totals, key_scales, value_scales, softmax,
+                     softmax + rows, softmax + 2 * rows, softmax + 3 * rows,
                     next_task};
     F(load_queries)(q, a, t, &s);
     F(span) first = F(visible)(a, t->seq, t->first_query);

@@ -41,6 +41,7 @@ INLINE void F(rotate)(
 
 INLINE void F(rope_token)(const rope_write_kv_arguments *a, int64_t token, const int is_bf16) {
     int64_t width = is_bf16 ? 2 : 4, head_bytes = a->head_dim * width;
+    int64_t stored = a->kv_int8 ? 1 : width;
     char *row = (char *)a->qkv + token * a->qkv_row * width;
     const float *cos_sin = a->cos_sin + token * a->cos_sin_row;
     for (int64_t h = 0; h < a->num_heads; h++)
@@ -50,12 +51,20 @@ INLINE void F(rope_token)(const rope_write_kv_arguments *a, int64_t token, const
     if (slot < 0) return;
     int64_t block = slot / a->block_size, offset = slot % a->block_size;
     for (int64_t h = 0; h < a->num_kv_heads; h++) {
-        const char *key = row + (a->num_heads + h) * head_bytes;
+        char *key = row + (a->num_heads + h) * head_bytes;
         const char *value = row + (a->num_heads + a->num_kv_heads + h) * head_bytes;
         int64_t to_key = block * a->k_block + offset * a->k_slot + h * a->k_head;
         int64_t to_value = block * a->v_block + offset * a->v_slot + h * a->v_head;
-        F(rotate)((char *)a->k + to_key * width, key, cos_sin, a->head_dim, a->rotary_dim, is_bf16);
-        memcpy((char *)a->v + to_value * width, value, (size_t)head_bytes);
+        char *stored_key = (char *)a->k + to_key * stored;
+        char *stored_value = (char *)a->v + to_value * stored;
+        if (a->kv_int8) {
+            F(rotate)(key, key, cos_sin, a->head_dim, a->rotary_dim, is_bf16);
+            F(quantise_head)(stored_key, key, a->head_dim, is_bf16);
+            F(quantise_head)(stored_value, value, a->head_dim, is_bf16);
+        } else {
+            F(rotate)(stored_key, key, cos_sin, a->head_dim, a->rotary_dim, is_bf16);
+            memcpy(stored_value, value, (size_t)head_bytes);
+        }
     }
 }
 

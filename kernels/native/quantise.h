@@ -11,6 +11,12 @@
 
 enum { F(vectors_of_block) = ROTATED / LANES };
 
+/* LANES elements from element i, fewer at the end of the row. */
+INLINE vf F(load_up_to)(const void *row, int64_t i, int64_t size, const int is_bf16) {
+    if (size - i >= LANES) return F(load_as_float)(row, i, is_bf16);
+    return F(load_some_as_float)(row, i, (int)(size - i), is_bf16);
+}
+
 /* The Hadamard matrix, not scaled, times a block: sums and differences of pairs, by halves. */
 INLINE void F(rotate_block)(vf *x) {
 #pragma GCC unroll 8
@@ -92,4 +98,30 @@ EXPORT int F(quantise)(const quantise_arguments *a) {
             F(quantise_row)(to, a->to.scales + row, from, a->size, 0);
     }
     return DONE;
+}
+
+/* One head of one token for a cache of signed bytes: `size` bytes, then their scale. Not rotated. */
+INLINE void F(quantise_head)(
+    char *to, const void *head, int64_t size, const int is_bf16) {
+    vf peaks = {0};
+    vi odd_ones = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        vf x = F(load_up_to)(head, i, size, is_bf16);
+        odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
+        peaks = F(maximum)((vf)((vi)x & 0x7FFFFFFF), peaks);
+    }
+    int32_t any = 0;
+    for (int lane = 0; lane < LANES; lane++) any |= odd_ones[lane];
+    float peak = F(largest)(peaks);
+    int empty = any || peak < SMALLEST_PEAK;
+    float scale = any ? NAN : empty ? 0.0f : peak / 127.0f, factor = empty ? 0.0f : 127.0f / peak;
+    memcpy(to + size, &scale, sizeof scale);
+    if (empty) {
+        memset(to, 0, (size_t)size);
+        return;
+    }
+    for (int64_t i = 0; i < size; i += LANES) {
+        vb bytes = F(to_bytes)(F(to_int)(F(load_up_to)(head, i, size, is_bf16) * factor));
+        memcpy(to + i, &bytes, size - i < LANES ? (size_t)(size - i) : LANES);
+    }
 }

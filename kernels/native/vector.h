@@ -151,6 +151,16 @@ INLINE void F(store_rounded)(void *row, int64_t i, vf x, const int is_bf16) {
     memcpy((uint16_t *)row + i, &rounded, sizeof rounded);
 }
 
+/* LANES signed bytes. */
+INLINE vf F(load_bytes)(const int8_t *p) {
+    vb x;
+    memcpy(&x, p, sizeof x);
+#if ISA_LEVEL >= 2
+    return F(to_float)((vi)_mm512_cvtepi8_epi32((__m128i)x));
+#endif
+    return F(to_float)(((vi)__builtin_convertvector(x, vu) << 24) >> 24);
+}
+
 /* The same for the last `count` < LANES elements of a row; lanes past them read as 0. */
 INLINE vf F(load_some_as_float)(const void *row, int64_t i, int count, const int is_bf16) {
     uint32_t padded[LANES] = {0};

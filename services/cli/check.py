@@ -91,7 +91,11 @@ def _measure_text(settings: Settings, text: Path, tokens: int) -> dict[str, Any]
 
 
 def _precision(settings: Settings, dtype: str) -> dict[str, str]:
-    return {"dtype": dtype, "quantization": settings.quantization}
+    return {
+        "dtype": dtype,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+    }
 
 
 def _load(settings: Settings) -> tuple[ModelRunner, str]:
@@ -110,6 +114,7 @@ def _load(settings: Settings) -> tuple[ModelRunner, str]:
             num_threads=settings.threads or None,
             native_cache=settings.native_path,
             quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model file refused", cause=str(error)) from error

@@ -9,6 +9,7 @@ import torch
 
 from kernels.attention import varlen_paged_attention
 from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
+from kernels.kv_int8 import quantise_heads
 from kernels.linear import make_linear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
@@ -19,7 +20,7 @@ from kernels.silu_mul import silu_mul
 
 HIDDEN, BLOCK_SIZE, NUM_BLOCKS = 128, 16, 40
 SHAPE = DecoderShape(4, 2, 32, 192, 1e-5, 32**-0.5)
-KINDS = ["float32", "bfloat16", "int8"]
+KINDS = ["float32", "bfloat16", "int8", "int8 with int8 KV"]
 
 
 @dataclass
@@ -38,14 +39,15 @@ class Model:
             pytest.skip("the native linear takes bfloat16 only where products of it are native")
         if kind == "float32" and not native.isa.startswith("avx512"):
             pytest.skip("the native linear takes float32 only with AVX-512")
-        self.int8 = kind == "int8"
+        self.int8 = kind.startswith("int8")
+        self.kv_int8 = kind.endswith("KV")
         self.layers = [self.layer() for _ in range(num_layers)]
         self.final_norm = torch.randn(HIDDEN).to(self.dtype)
-        pool = torch.full(
-            (num_layers, 2, NUM_BLOCKS, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim),
-            float("nan"),
-            dtype=self.dtype,
-        )
+        shape = (num_layers, 2, NUM_BLOCKS, SHAPE.num_kv_heads, BLOCK_SIZE)
+        pool = torch.full((*shape, SHAPE.head_dim), float("nan"), dtype=self.dtype)
+        if self.kv_int8:
+            # Bytes of 255 are a scale that is NaN, too.
+            pool = torch.full((*shape, SHAPE.head_dim + 4), 255, dtype=torch.uint8)
         self.pool = pool
         views = pool.permute(0, 1, 2, 4, 3, 5)
         self.caches = [(layer[0], layer[1]) for layer in views]
@@ -107,8 +109,10 @@ def make_step(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> St
             for p in range(new + cached)
         ]
         for slot in where[:cached]:
-            noise = torch.randn(model.pool[:, :, 0, :, 0].shape, generator=generator)
-            model.pool[:, :, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = noise.to(model.dtype)
+            shape = (*model.pool[:, :, 0, :, 0].shape[:-1], SHAPE.head_dim)
+            noise = torch.randn(shape, generator=generator).to(model.dtype)
+            stored = quantise_heads(noise) if model.kv_int8 else noise
+            model.pool[:, :, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = stored
         slots += where[cached:]
         positions += range(cached, cached + new)
         bounds.append(len(slots))
