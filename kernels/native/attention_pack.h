@@ -207,10 +207,11 @@ INLINE int F(pack_values_typed)(
         if (pairs) F(prefetch)(next[key + 1], bytes);
         for (int64_t i = 0; i < padded; i += LANES) {
             vf x = F(cells)(rows[key], i, dim, cell);
-            odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
+            /* Bytes are finite; what is not is their scale. */
+            if (cell != INT8S) odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
             if (pairs) {
                 vf next = F(cells)(rows[key + 1], i, dim, cell);
-                odd_ones |= ((vi)next & 0x7F800000) == 0x7F800000;
+                if (cell != INT8S) odd_ones |= ((vi)next & 0x7F800000) == 0x7F800000;
                 x = F(join)(x, next);
             }
             F(store)(packed + key / (1 + pairs) * padded + i, x);
