@@ -78,6 +78,8 @@ class ModelRunner:
     native_cache:  directory of built native kernels; None is one in the user's cache
     quantization:  one of QUANTIZATIONS
     kv_cache_dtype: one of KV_CACHE_DTYPES
+    batch_invariant: run only what gives a row the same bits in any batch; ValueError where this
+                   machine has no such code for the dtype
 
     Raises ModelFileError for the file, ValueError for a setting that does not fit the model or the
     processor. ``notices`` holds what the caller should log: why there are no native kernels.
@@ -98,6 +100,7 @@ class ModelRunner:
         native_cache: Path | None = None,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -118,10 +121,15 @@ class ModelRunner:
         progress(0.0, "preparing native kernels")
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():
-            weights = load_weights(source, self.dtype, progress, self._native, quantization)
+            weights = load_weights(
+                source, self.dtype, progress, self._native, quantization, batch_invariant
+            )
             self._model = LlamaModel(config, weights, self.max_model_len, self._native)
             self._cache = KVCache(config, num_blocks, block_size, kv_dtype)
             self._model.attach(self._cache)
+            if batch_invariant and not self._model.is_native:
+                why = "; ".join(self.notices) or f"{dtype} has no native products here"
+                raise ValueError(f"batch_invariant is not possible: {why}")
             self._host = HostPool(self._cache.tensors, host_blocks)
         self.copy_block_us = 0
 

@@ -307,6 +307,7 @@ def _load_model(settings: Settings) -> ModelRunner:
             native_cache=settings.native_path,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            batch_invariant=settings.batch_invariant == "on",
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None

@@ -37,24 +37,34 @@ NATIVE_SETS = {
 """Where the native code was measured to be at least as fast as oneDNN at every number of rows."""
 
 
-def make_linear(weight: torch.Tensor, native: NativeKernels | None = None) -> Linear:
+def make_linear(
+    weight: torch.Tensor, native: NativeKernels | None = None, invariant: bool = False
+) -> Linear:
     """A function x -> x @ weight.T.
 
-    weight:  (out_features, in_features) float32|bfloat16|float16
-    native:  the loaded library, used where it is the fastest
-    returns: function from (rows, in_features) to (rows, out_features), dtype of weight
+    weight:    (out_features, in_features) float32|bfloat16|float16
+    native:    the loaded library, used where it is the fastest
+    invariant: use it wherever it takes the weight: a row has the same bits in any company, by
+               construction
+    returns:   function from (rows, in_features) to (rows, out_features), dtype of weight
     """
-    if native is not None and _suits_native(native, weight):
+    takes = native is not None and _takes_native(native, weight)
+    if native is not None and takes and (invariant or _is_fastest(native, weight.dtype)):
         return NativeLinear(native, weight)
     packed = _pack(weight)
     return _plain(weight) if packed is None else packed
 
 
-def _suits_native(native: NativeKernels, weight: torch.Tensor) -> bool:
+def _takes_native(native: NativeKernels, weight: torch.Tensor) -> bool:
+    has_products = weight.dtype == torch.float32 or native.isa == "avx512bf16"
+    whole = weight.shape[1] % 2 == 0 and weight.numel() > 0
+    return has_products and whole and native.takes(weight)
+
+
+def _is_fastest(native: NativeKernels, dtype: torch.dtype) -> bool:
     # Matrix tiles (AMX) are several times as fast as vectors for many rows, and oneDNN uses them.
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    known = native.isa in NATIVE_SETS.get(weight.dtype, ()) and native.takes(weight)
-    return known and weight.shape[1] % 2 == 0 and weight.numel() > 0 and not has_tiles()
+    return native.isa in NATIVE_SETS.get(dtype, ()) and not has_tiles()
 
 
 class NativeLinear:

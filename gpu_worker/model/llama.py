@@ -74,6 +74,11 @@ class LlamaModel:
         )
         self._decoder: NativeDecoder | None = None
 
+    @property
+    def is_native(self) -> bool:
+        """Whether all layers run in native code, in which a row has the same bits in any batch."""
+        return self._decoder is not None
+
     def attach(self, cache: KVCache) -> None:
         """Run all layers in one native call, on this cache, where the weights allow it."""
         config, weights = self.config, self._weights

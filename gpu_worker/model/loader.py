@@ -31,11 +31,13 @@ def load_weights(
     progress: Progress,
     native: NativeKernels | None = None,
     quantization: str = "none",
+    invariant: bool = False,
 ) -> LlamaWeights:
     """Read, check, convert and pack all weights; raises ModelFileError.
 
     native:       the library that the linears are to run on, if there is one
     quantization: "none", or "int8": all linears in 8 bits, the output head too
+    invariant:    see ``make_linear``
 
     Raises ValueError where the model's sizes do not allow that quantization.
     """
@@ -43,7 +45,7 @@ def load_weights(
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     if quantization == "int8" and not all(map(fits_int8, sizes)):
         raise ValueError(f"quantization int8 does not take products over {sizes} features")
-    return _Loader(source, dtype, native, quantization).load(progress)
+    return _Loader(source, dtype, native, quantization, invariant).load(progress)
 
 
 class _Loader:
@@ -53,9 +55,11 @@ class _Loader:
         dtype: torch.dtype,
         native: NativeKernels | None,
         quantization: str,
+        invariant: bool,
     ) -> None:
         self._native = native
         self._quantization = quantization
+        self._invariant = invariant
         self._source = source
         self._config = source.config
         self._dtype = dtype
@@ -103,7 +107,7 @@ class _Loader:
     def _linear(self, weight: torch.Tensor) -> Matrix:
         if self._quantization == "int8":
             return Int8Linear(weight, self._native)
-        return make_linear(weight, self._native)
+        return make_linear(weight, self._native, self._invariant)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         values = self._source.tensor(name)

@@ -101,6 +101,14 @@ class GreedyArguments(ctypes.Structure):
     )
 
 
+class ReadMemoryArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields("memory sum", "num_bytes num_threads")
+
+
+class MultiplyRegistersArguments(ctypes.Structure):
+    _fields_: ClassVar[Fields] = _fields("sum products", "kind rounds num_threads")
+
+
 def address(tensor: torch.Tensor | None) -> int | None:
     """Of the tensor's first element; None stays None."""
     return None if tensor is None else tensor.data_ptr()

@@ -147,6 +147,17 @@ typedef struct {
 } decoder_arguments;
 
 typedef struct {
+    const void *memory;
+    float *sum; /* so that nothing is left out */
+    int64_t num_bytes, num_threads;
+} read_memory_arguments;
+
+typedef struct {
+    float *sum, *products;
+    int64_t kind, rounds, num_threads;
+} multiply_registers_arguments;
+
+typedef struct {
     const void *logits;
     int64_t *tokens;
     uint8_t *finite;

@@ -25,6 +25,8 @@ OPERATIONS = (
     "linear_int8",
     "decoder",
     "greedy",
+    "read_memory",
+    "multiply_registers",
 )
 
 DTYPES = (torch.float32, torch.bfloat16)

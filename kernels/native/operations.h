@@ -10,6 +10,7 @@
 #include "linear_int8.h"
 #include "elementwise.h"
 #include "decoder.h"
+#include "ceilings.h"
 
 #undef F
 #undef ISA_LEVEL

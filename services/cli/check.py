@@ -115,6 +115,7 @@ def _load(settings: Settings) -> tuple[ModelRunner, str]:
             native_cache=settings.native_path,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
+            batch_invariant=settings.batch_invariant == "on",
         )
     except ModelFileError as error:
         raise Problem("E301", "Model file refused", cause=str(error)) from error

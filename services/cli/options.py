@@ -37,6 +37,7 @@ class ClusterOptions:
     num_admissions: Annotated[int | None, _knob("num_admissions")] = None
     quantization: Annotated[str | None, _knob("quantization")] = None
     kv_cache_dtype: Annotated[str | None, _knob("kv_cache_dtype")] = None
+    batch_invariant: Annotated[str | None, _knob("batch_invariant")] = None
     http_host: Annotated[str | None, _knob("http_host")] = None
     http_port: Annotated[int | None, _knob("http_port")] = None
     api_key_file: Annotated[str | None, _knob("api_key_file")] = None

@@ -82,6 +82,9 @@ class Settings:
     kv_cache_dtype: str = _knob(
         "auto", "of the KV cache: int8, or auto: the model's", choices=("auto", "int8")
     )
+    batch_invariant: str = _knob(
+        "off", "on: bitwise the same logits in any batch, or no start", choices=("off", "on")
+    )
     worker: str = _knob("model", "what executes plans", choices=("model", "stub"))
     step_ms: float = _knob(5.0, "length of a stub worker's step, ms", low=0.0, high=60_000.0)
     threads: int = _knob(0, "threads of the worker's kernels, 0: all cores", low=0, high=1024)

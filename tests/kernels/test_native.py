@@ -109,6 +109,8 @@ def test_threads_are_those_of_torch(native: NativeKernels) -> None:
         (arguments.LayerArguments, "layer_arguments"),
         (arguments.DecoderArguments, "decoder_arguments"),
         (arguments.GreedyArguments, "greedy_arguments"),
+        (arguments.ReadMemoryArguments, "read_memory_arguments"),
+        (arguments.MultiplyRegistersArguments, "multiply_registers_arguments"),
     ],
 )
 def test_structures_are_declared_alike(structure: type[ctypes.Structure], name: str) -> None:

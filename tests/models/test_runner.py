@@ -107,6 +107,46 @@ def test_int8_kv_stays_close(tiny_directory: Path, native: str) -> None:
         load(tiny_directory, kv_cache_dtype="int3")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+    ],
+)
+def test_batch_invariant_logits_are_the_same_in_any_batch(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
+    if options["dtype"] == "bfloat16" and default_dtype() != "bfloat16":
+        pytest.skip("this processor has no native products of bfloat16")
+    path = write_directory(tmp_path / "tiny", Tiny(intermediate_size=128, num_heads=8))
+    runner = load(path, batch_invariant=True, **options)
+
+    def run(prompts: list[list[int]], budget: int) -> list[Lane]:
+        lanes = [Lane(list(prompt), 6, num_logprobs=3) for prompt in prompts]
+        Driver(runner, budget).run(lanes)
+        return lanes
+
+    together = run(PROMPTS, 64)
+    for prompt, lane in zip(PROMPTS, together, strict=True):
+        for budget in (1, 7, 64):
+            alone = run([prompt], budget)[0]
+            assert alone.generated == lane.generated
+            for ours, theirs in zip(alone.logprobs, lane.logprobs, strict=True):
+                assert ours is not None and theirs is not None
+                assert ours.chosen_logprob == theirs.chosen_logprob
+                assert ours.values.tolist() == theirs.values.tolist()
+
+
+def test_batch_invariant_is_refused_where_it_cannot_be_kept(tiny_directory: Path) -> None:
+    with pytest.raises(ValueError, match="batch_invariant is not possible"):
+        load(tiny_directory, batch_invariant=True, native="off")
+    assert load(tiny_directory, batch_invariant=True, native="baseline").instruction_set
+    with pytest.raises(ValueError, match="bfloat16 has no native products"):
+        load(tiny_directory, dtype="bfloat16", batch_invariant=True, native="baseline")
+
+
 def test_int8_refuses_sizes_it_does_not_take(tiny_directory: Path) -> None:
     with pytest.raises(ValueError, match="int8 does not take products over"):
         load(tiny_directory, quantization="int8")
