@@ -50,6 +50,7 @@ from services.runtime.supervisor import (
     Supervisor,
     SupervisorEvent,
     how_ended,
+    waited_for_processor_s,
 )
 from services.runtime.watcher import Watcher
 
@@ -96,7 +97,7 @@ class Cluster:
         self._bus_verdict = ""
         self._bus_failure: asyncio.Future[ServiceFailure] | None = None
         self._supervisor: Supervisor | None = None
-        self._watcher = Watcher(self._beating(), self._on_hung, self._on_bus_hung)
+        self._watcher = Watcher(self._beating(), self._on_hung, self._on_bus_hung, self._waited_s)
         self._watch_task: asyncio.Task[None] | None = None
         self._failed = False
         self._stopped = False
@@ -244,6 +245,10 @@ class Cluster:
 
     def _on_hung(self, name: str, silent_s: float) -> None:
         self._running().end_hung(name, f"it hung: no heartbeat for {silent_s:.1f} s, so killed")
+
+    def _waited_s(self, name: str) -> float:
+        pid = self._running().pids.get(name)
+        return 0.0 if pid is None else waited_for_processor_s(pid)
 
     def _on_bus_hung(self, silent_s: float) -> None:
         if self._bus is not None:

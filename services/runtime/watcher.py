@@ -1,7 +1,7 @@
 """Listens to the heartbeats of a cluster's processes, and to the bus itself, and names who hangs.
 
-Invariants: nobody is named while the bus, or the watcher's own loop, may be what is stuck; who is
-named is named once, until it is expected again.
+Invariants: nobody is named while the bus, or the watcher's own loop, may be what is stuck, nor who
+was only kept waiting for a processor; who is named is named once, until it is expected again.
 
 Shell: one connection, the clock.
 """
@@ -31,6 +31,8 @@ ASLEEP_S: Final = 1.0
 PING_TIMEOUT_S: Final = 1.0
 PING_KEPT_S: Final = 3600
 RETRY_S: Final = 0.2
+# Part of a silence that a process must have waited for a processor, to be forgiven it.
+STARVED: Final = 0.25
 
 Hung = Callable[[str, float], None]
 _decoder = Decoder(Beat)
@@ -40,6 +42,7 @@ class Watcher:
     """names: of the services, by kind and id; an id may be followed by `-` and the run's own mark.
 
     hung: called with a service's name and how long it was silent; bus_hung: the same for the bus.
+    waited_s: how long a service, ready to run, has waited for a processor in all its life.
     """
 
     def __init__(
@@ -47,11 +50,14 @@ class Watcher:
         names: Mapping[tuple[ServiceKind, str], str],
         hung: Hung,
         bus_hung: Callable[[float], None],
+        waited_s: Callable[[str], float],
     ) -> None:
         self.heartbeats = Heartbeats()
         self._names = names
         self._hung = hung
         self._bus_hung = bus_hung
+        self._waited_s = waited_s
+        self._waited_at_beat: dict[str, float] = {}
         self._client = Client()
         self._ping: asyncio.Future[None] | None = None
 
@@ -93,7 +99,7 @@ class Watcher:
             if answers and not asleep:
                 answered_s = now_s
                 for name, silent_s in self.heartbeats.silent(now_s).items():
-                    self._hung(name, silent_s)
+                    self._judge(name, silent_s)
                 continue
             self.heartbeats.forgive(now_s)
             if asleep:
@@ -101,6 +107,19 @@ class Watcher:
             elif now_s - answered_s > SILENT_S - PING_TIMEOUT_S:
                 self._bus_hung(now_s - answered_s)
                 answered_s = now_s
+
+    def _judge(self, name: str, silent_s: float) -> None:
+        waited_s = self._waited_s(name) - self._waited_at_beat.get(name, 0.0)
+        if waited_s > silent_s * STARVED:
+            # A machine with too much to do is not helped by starting things anew.
+            self.heartbeats.expect(name)
+            self._hear(name)
+        else:
+            self._hung(name, silent_s)
+
+    def _hear(self, name: str) -> None:
+        self.heartbeats.heard(name, time.monotonic())
+        self._waited_at_beat[name] = self._waited_s(name)
 
     async def _bus_answers(self) -> bool:
         """One ping at a time, and never one that is given up: nats-py ends its reading, without a
@@ -132,7 +151,7 @@ class Watcher:
             (beat.kind, beat.service_id.rpartition("-")[0])
         )
         if name is not None:
-            self.heartbeats.heard(name, time.monotonic())
+            self._hear(name)
 
 
 async def _ignore(_error: Exception) -> None:

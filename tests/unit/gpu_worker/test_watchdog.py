@@ -86,6 +86,7 @@ async def _worker(
     finally:
         model.go.set()
         service.runner.stop()
+        await asyncio.to_thread(service.runner.join, 20)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
