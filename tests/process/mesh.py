@@ -231,6 +231,11 @@ class Beats:
         return load
 
     @property
+    def epoch(self) -> int:
+        """Of the scheduler that was heard last."""
+        return self._latest["scheduler"].epoch
+
+    @property
     def pool(self) -> KvPoolLoad:
         return self._latest["kv_store"].pools[0]
 

@@ -1,0 +1,203 @@
+"""Any process may hang, die or leave: real processes, real signals, and every stream as it must
+be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from gpu_worker.service import STUB_VOCAB_SIZE
+from gpu_worker.shadow import expected_token_ids
+from services.client import Client, StreetcarClientError
+from tests.process.mesh import WAIT_S, Answer, Mesh, greedy, heartbeats, is_quiet, run
+
+pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(240)]
+
+POISON = 32_000
+MODULES = {"worker": "gpu_worker", "scheduler": "scheduler_svc", "kv_store": "kv_store"}
+NUM_STREAMS = 6
+NUM_TOKENS = 250
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Mesh]:
+    """A stub mesh that a marker token kills the worker of."""
+    folder = tmp_path_factory.mktemp("recovery")
+    mesh = Mesh.up(
+        *("--worker", "stub", "--step-ms", "10"),
+        folder=folder,
+        STREETCAR_CACHE_DIR=str(cache),
+        STREETCAR_FAULT_INJECTION="on",
+        STREETCAR_POISON_TOKEN=str(POISON),
+    )
+    yield mesh
+    mesh.pids = {name: mesh.child_pid(module) for name, module in MODULES.items()}
+    assert mesh.interrupt() == 0, mesh.stderr
+
+
+def _expected(prompt: list[int], count: int) -> list[int]:
+    return expected_token_ids(np.array(prompt, dtype=np.int32), count, STUB_VOCAB_SIZE)
+
+
+def _streams(client: Client, first: int) -> list[asyncio.Task[Answer]]:
+    """Long answers that have not begun yet; each is told to be right by `_all_right`."""
+    prompts = [[first + n, 2, 3] for n in range(NUM_STREAMS)]
+    return [asyncio.create_task(_stream(client, prompt)) for prompt in prompts]
+
+
+async def _stream(client: Client, prompt: list[int]) -> Answer:
+    answer = await greedy(client, prompt, NUM_TOKENS)
+    assert answer.token_ids == _expected(prompt, NUM_TOKENS)
+    return answer
+
+
+async def _until_running(mesh: Mesh) -> None:
+    async with heartbeats(mesh.nats_url) as beats:
+        await beats.until(lambda beats: beats.engine.num_running == NUM_STREAMS)
+
+
+async def _until_said(mesh: Mesh, text: str, times: int = 1) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while mesh.stderr.count(text) < times:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("service", list(MODULES))
+async def test_a_process_that_hangs_is_killed_and_no_stream_suffers(
+    mesh: Mesh, service: str
+) -> None:
+    async with Client(mesh.nats_url) as client, asyncio.timeout(120):
+        running = _streams(client, first=100)
+        await _until_running(mesh)
+        said = mesh.stderr.count(f"{service:<10} died       it hung")
+        os.kill(mesh.child_pid(MODULES[service]), signal.SIGSTOP)
+        await _until_said(mesh, f"{service:<10} died       it hung", said + 1)
+        await asyncio.gather(*running)
+
+
+@pytest.mark.parametrize("service", list(MODULES))
+async def test_a_process_that_is_killed_costs_no_stream(mesh: Mesh, service: str) -> None:
+    """Those that had not begun wait for the successor as well."""
+    async with Client(mesh.nats_url) as client, asyncio.timeout(120):
+        running = _streams(client, first=200)
+        await _until_running(mesh)
+        os.kill(mesh.child_pid(MODULES[service]), signal.SIGKILL)
+        fresh = _streams(client, first=300)
+        await asyncio.gather(*running, *fresh)
+        async with heartbeats(mesh.nats_url) as beats:
+            await beats.until(is_quiet)
+
+
+async def test_a_rolling_restart_fails_no_request(mesh: Mesh, cache: Path) -> None:
+    """Streams over the whole restart, and short ones that begin at any time of it."""
+    variables = {"STREETCAR_CACHE_DIR": str(cache)}
+    arguments = ("restart", *(f"--service={name}" for name in MODULES), "--json")
+    deaths = mesh.stderr.count(" died ")
+    served = 0
+    async with Client(mesh.nats_url) as client, asyncio.timeout(180):
+        restarting = asyncio.create_task(
+            asyncio.to_thread(lambda: run(*arguments, cwd=mesh.folder, **variables))
+        )
+        while not restarting.done():
+            await asyncio.gather(*(_stream(client, [400 + n, served]) for n in range(4)))
+            served += 1
+        done = await restarting
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert served
+    assert mesh.stderr.count(" died ") == deaths, "a restart is no death"
+    assert "poisoned" not in mesh.logs()
+
+
+async def test_a_poison_ends_alone(mesh: Mesh) -> None:
+    """It kills the worker three times, and fails; the others' streams are right."""
+    said = mesh.stderr.count("worker     died")
+    async with Client(mesh.nats_url) as client, asyncio.timeout(120):
+        running = _streams(client, first=500)
+        await _until_running(mesh)
+        with pytest.raises(StreetcarClientError) as caught:
+            await greedy(client, [7, POISON, 8], 5)
+        assert (caught.value.code, caught.value.status) == ("poisoned", 500)
+        await asyncio.gather(*running)
+    assert mesh.stderr.count("worker     died") == said + 3
+
+
+class _Gate:
+    """Another address of the bus, which lets nobody through before `opened` is set."""
+
+    def __init__(self, url: str) -> None:
+        self._parts = urlsplit(url)
+        self.url = ""
+        self.knocked, self.opened = asyncio.Event(), asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        address = f"{self._parts.netloc.rpartition(':')[0]}:{port}"
+        self.url = self._parts._replace(netloc=address).geturl()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.opened.set()
+        self._server.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.knocked.set()
+        await self.opened.wait()
+        there = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        await asyncio.gather(_pipe(reader, there[1]), _pipe(there[0], writer))
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := await reader.read(65_536):
+            writer.write(chunk)
+            await writer.drain()
+    writer.close()
+
+
+async def test_a_scheduler_that_slept_while_another_took_over_changes_nothing(mesh: Mesh) -> None:
+    """Fencing: it wakes with plans and updates of its old epoch, and goes."""
+    sleeper = mesh.child_pid(MODULES["scheduler"])
+    raw = Path(f"/proc/{sleeper}/environ").read_bytes().decode().split("\0")
+    environment = dict(item.split("=", 1) for item in raw if "=" in item)
+    async with (
+        Client(mesh.nats_url) as client,
+        _Gate(environment["STREETCAR_NATS_URL"]) as gate,
+        heartbeats(mesh.nats_url) as beats,
+        asyncio.timeout(120),
+    ):
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "scheduler_svc"),
+            env={**environment, "STREETCAR_NATS_URL": gate.url},
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            await gate.knocked.wait()
+            running = _streams(client, first=600)
+            await _until_running(mesh)
+            epoch = beats.epoch
+            os.kill(sleeper, signal.SIGSTOP)
+            gate.opened.set()
+            await beats.until(lambda beats: beats.engine.ready and beats.epoch > epoch)
+            os.kill(sleeper, signal.SIGCONT)
+            await asyncio.gather(*running)
+            # Its own successor is above the second one, which goes as well: no fight.
+            await second.wait()
+        finally:
+            if second.returncode is None:
+                second.kill()
+                await second.wait()
+        await beats.until(lambda beats: is_quiet(beats) and beats.engine.ready)
+        await asyncio.gather(*_streams(client, first=700))
