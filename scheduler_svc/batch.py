@@ -14,7 +14,7 @@ from services.contracts.step import StepPlan, StepResult
 from services.contracts.vectors import pack
 
 from .lanes import LaneTable
-from .lease import Lease, Pool, low_water_blocks
+from .lease import LEASE_MAX_SHARE, Lease, Pool, low_water_blocks, reserve_blocks
 from .pipeline import Pipeline
 from .planning import Experience, Planner, Shape, Step
 from .policies import Policies
@@ -28,6 +28,8 @@ from .updates import UpdateLog
 from .waiting import WaitingQueue
 
 SILENT_STEPS = 2
+# Steps between two looks at how fast blocks go.
+RESERVE_EVERY = 64
 
 
 class Batch:
@@ -47,6 +49,7 @@ class Batch:
             pool.num_blocks, pool.block_size, shape.max_num_batched_tokens, shape.max_num_seqs
         )
         self.lanes = LaneTable(shape.max_num_seqs, shape.max_model_len)
+        self._low_water = low_water
         self.lease = Lease(pool, low_water)
         self.experience = experience
         self.planner = Planner(self.lanes, self.lease, waiting, shape, policies, experience)
@@ -168,10 +171,19 @@ class Batch:
         """The oldest step's result -> sequences that it ends, which the caller finishes."""
         step = self.pipeline.finish(result.elapsed_us, result.waited_us, now_ns)
         self.lease.step_ended(step.step_id)
+        if step.step_id % RESERVE_EVERY == 0:
+            self._deepen_lease(step)
         ended = apply_result(step, result, self.lanes, self.lease, updates)
         for seq in self.experience.suspects.watched:
             self.experience.suspects.passed(seq, self._num_computed(seq))
         return ended
+
+    def _deepen_lease(self, step: Step) -> None:
+        """Short steps of many lanes take blocks fast: more spare ones then, of a large pool."""
+        step_ns = self.experience.times.predict_ns(step.num_tokens, step.num_kv_tokens)
+        reserve = reserve_blocks(self.lanes.num_active, step_ns, self.pool.block_size)
+        most = (self.pool.num_blocks - 1) // LEASE_MAX_SHARE
+        self.lease.low_water = max(self._low_water, min(reserve, most))
 
     def in_flight(self) -> list[InFlight]:
         """Who is named by a step under way, and which of its tokens they compute."""

@@ -33,6 +33,8 @@ from .sequence import Sequence
 LOOKUP_WAIT_NS: Final = 20_000_000
 LEASE_RETRY_NS: Final = 100_000_000
 LEASE_MAX_SHARE: Final = 4
+# A ledger that is stopped, or started anew, is not felt for so long: spare blocks go on.
+RESERVE_NS: Final = 2_000_000_000
 # Ask before the lease is empty, but not for every block that a step takes.
 TOP_UP_AT: Final = 0.75
 # Half of the smallest payload limit that a nats-server has by default.
@@ -49,6 +51,14 @@ def low_water_blocks(
     """
     two_steps = 2 * (-(-max_num_batched_tokens // block_size) + max_num_seqs)
     return max(1, min(two_steps, (num_blocks - 1) // LEASE_MAX_SHARE))
+
+
+def reserve_blocks(num_lanes: int, step_ns: int, block_size: int) -> int:
+    """What so many decoding lanes take while the ledger is away, for RESERVE_NS at most.
+
+    64 lanes, steps of 5 ms, blocks of 16: 1,600 blocks; steps of 100 ms: 80.
+    """
+    return num_lanes * RESERVE_NS // (max(step_ns, 1) * block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from scheduler_svc.lanes import LaneTable
-from scheduler_svc.lease import Lease, Pool, low_water_blocks
+from scheduler_svc.lease import Lease, Pool, low_water_blocks, reserve_blocks
 from scheduler_svc.sequence import NO_LANE, SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
 from services.contracts.kv import KvStatus, LeaseReply
 from services.contracts.vectors import pack
-from tests.unit.scheduler_svc.rig import lanes_of
+from tests.unit.scheduler_svc.rig import MS, lanes_of
 from tests.unit.scheduler_svc.sequences import sequence
 
 # ---- lanes
@@ -101,6 +101,12 @@ def test_low_water_is_two_steps_and_a_quarter_of_the_pool_at_most() -> None:
     assert low_water_blocks(1024, 16, 512, 64) == 2 * (32 + 64)
     assert low_water_blocks(101, 16, 512, 64) == 25
     assert low_water_blocks(2, 16, 512, 64) == 1
+
+
+def test_the_reserve_follows_how_fast_blocks_go() -> None:
+    assert reserve_blocks(64, 5 * MS, 16) == 1600
+    assert reserve_blocks(64, 100 * MS, 16) == 80
+    assert reserve_blocks(0, 0, 16) == 0
 
 
 def _lease(granted: list[int], *, low_water: int = 4, available: int = 9) -> Lease:
