@@ -28,6 +28,7 @@ def mesh(
     step_ms: float = 5.0,
     seconds: float = 10.0,
     trace_ratio: float = 1.0,
+    stop_ledger: float = 0.0,
     json: bool = False,
 ) -> int:
     """Fill every lane of a stub worker and measure the steps.
@@ -42,19 +43,24 @@ def mesh(
         How long to measure, after a second of warm-up.
     trace_ratio
         Share of the lanes whose trace is recorded.
+    stop_ledger
+        Stop the kv_store for so many seconds in the middle (SIGSTOP), and compare the steps before,
+        meanwhile and after.
     json
         Print the result as one object.
     """
     from services.cli.bench_mesh import bench_settings, measure
+    from services.cli.ledger_stop import LedgerStop
     from services.cli.running import prepare, run_cluster
     from services.runtime.cluster import Cluster
     from services.runtime.loop import run_loop
 
-    settings = prepare(bench_settings(lanes, step_ms, seconds))
+    settings = prepare(bench_settings(lanes, step_ms, seconds + stop_ledger))
     settings = settings.replace("bench", trace_ratio=trace_ratio)
+    stop = LedgerStop(stop_ledger, lanes) if stop_ledger else None
 
     async def work(cluster: Cluster) -> dict[str, Any]:
-        return await measure(cluster, settings, seconds)
+        return await measure(cluster, settings, seconds, stop)
 
     async def run() -> dict[str, Any] | None:
         return await run_cluster(Cluster(settings, ClusterReporter(quiet=json)), work)

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from services.cli.ledger_stop import LedgerStop
 from services.cli.usage import Usage, usage_of
 from services.runtime.priority import give_way
 from services.runtime.problem import Problem
@@ -86,7 +87,9 @@ def bench_settings(lanes: int, step_ms: float, seconds: float) -> Settings:
     )
 
 
-async def measure(cluster: Cluster, settings: Settings, seconds: float) -> dict[str, Any]:
+async def measure(
+    cluster: Cluster, settings: Settings, seconds: float, stop: LedgerStop | None = None
+) -> dict[str, Any]:
     """The figures of `seconds` steady seconds. Raises Problem where there are none."""
     from services.cli.bus import connect
     from services.cli.requests import connected
@@ -101,7 +104,10 @@ async def measure(cluster: Cluster, settings: Settings, seconds: float) -> dict[
     give_way()
 
     async def on_step(message: Any) -> None:
-        window.add(decoder.decode(message.data), time.monotonic())
+        step = decoder.decode(message.data)
+        window.add(step, time.monotonic())
+        if stop is not None:
+            stop.add(step)
 
     async with (
         connect(cluster.observer_url) as bus,
@@ -117,10 +123,14 @@ async def measure(cluster: Cluster, settings: Settings, seconds: float) -> dict[
             await _unless_one_ends(tasks, _wait_until_full(window))
             pids = {**cluster.pids, "client": os.getpid()}
             before, steps_before = usage_of(pids), len(window.steps)
-            await _unless_one_ends(tasks, asyncio.sleep(seconds))
+            if stop is None:
+                await _unless_one_ends(tasks, asyncio.sleep(seconds))
+            else:
+                await _unless_one_ends(tasks, stop.run(cluster.pids["kv_store"], seconds))
             spent_s, after = time.monotonic() - window.opened, usage_of(pids)
             num_steps = len(window.steps) - steps_before
-            return _figures(window, spent_s) | _usage(before, after, num_steps)
+            stopped = {} if stop is None else {"ledger_stopped": stop.figures()}
+            return _figures(window, spent_s) | _usage(before, after, num_steps) | stopped
         finally:
             for task in tasks:
                 task.cancel()
