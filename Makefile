@@ -3,9 +3,11 @@
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
 SEED ?= 0
+STEPS ?= 1000000
+FROM ?= 1001
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sim chaos clean
+.PHONY: help setup demo check test sim sim-long chaos clean
 
 # $(call part,NAME,PATHS,BUDGET): one pytest run, then what it took of its budget in seconds.
 define part
@@ -15,7 +17,7 @@ define part
 endef
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup:  ## environment, pinned packages, embedded model (quick when done)
 	@scripts/setup
@@ -31,12 +33,15 @@ check: setup  ## format, lint, types, import contracts
 
 test: check  ## everything: check, then all tests
 	$(call part,unit and properties,tests/unit tests/properties,60)
-	$(call part,simulation,tests/simulation,60)
+	$(call part,simulation,tests/simulation,120)
 	$(call part,processes,tests/process,150)
 	$(call part,kernels and models,tests/kernels tests/models,150)
 
 sim: setup  ## replay one history of the simulator: make sim SEED=42
 	@$(BIN)/streetcar sim faults --seed $(SEED)
+
+sim-long: setup  ## a million steps of histories with faults, on two cores: make sim-long STEPS=n FROM=seed
+	@$(BIN)/python -m services.simulator.long $(STEPS) $(FROM)
 
 chaos: setup  ## the fault drill: 210 kills of real processes, 15 minutes (make chaos SEED=42)
 	@$(BIN)/streetcar chaos run $(if $(filter-out 0,$(SEED)),--seed $(SEED))

@@ -149,7 +149,11 @@ class Executor:
         return self._result(plan, scheduled, outputs, targets)
 
     def remember(self, result: StepResult) -> None:
-        """Keep `result` for polls."""
+        """Keep `result` for polls; one of an epoch before, which ended while an attach waited, is
+        nobody's any more.
+        """
+        if result.epoch != self.epoch:
+            return
         self.last_done = result.step_id
         self._results[result.step_id] = result
         while len(self._results) > KEPT_PLANS:

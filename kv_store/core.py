@@ -103,16 +103,18 @@ class KvCore:
 
     @staticmethod
     def _grant(request: LookupRequest | LeaseRequest, ledger: Ledger | None) -> Message:
-        status, epoch = KvStatus.NEED_SNAPSHOT, request.epoch
+        status = KvStatus.NEED_SNAPSHOT
+        generation, epoch = request.generation, request.epoch
         if ledger is not None:
             status = ledger.status_for(request.generation, request.epoch)
-            epoch = ledger.epoch if status is KvStatus.STALE else epoch
+            if status is KvStatus.STALE:
+                generation, epoch = ledger.generation, ledger.epoch
         if status is KvStatus.OK and ledger is not None:
             if isinstance(request, LookupRequest):
                 return ledger.lookup(request)
             return ledger.lease(request)
         kind = LookupReply if isinstance(request, LookupRequest) else LeaseReply
-        return kind(request.generation, epoch, request.number, status)
+        return kind(generation, epoch, request.number, status)
 
     # ---- what schedulers say
 

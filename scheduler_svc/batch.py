@@ -294,6 +294,8 @@ class Batch:
             return False
         queue, served = self.planner.policies.queue, self.experience.counters.served
         head = next(iter(next_in_line(queue, self.waiting.ready(), served)), None)
+        if head is None or self.planner.has_room_for(head):
+            return False
         pinned = [seq for seq in self.waiting if seq.block_ids and seq is not head]
         for seq in pinned:
             self._unpin(seq)

@@ -214,6 +214,7 @@ class SchedulerCore:
             code=refusal.code if refusal else None,
             message=refusal.message if refusal else "",
             owned_elsewhere=owned_elsewhere,
+            is_same=known is not None and known.envelope == message.envelope,
         )
         self._effects.append(Reply(reply, answer))
 
@@ -387,7 +388,7 @@ class SchedulerCore:
 
     def _on_lookup(self, reply: LookupReply) -> None:
         if reply.status is KvStatus.STALE:
-            self._on_stale_ledger(reply.epoch)
+            self._on_stale_ledger(reply.generation, reply.epoch)
             return
         if not self.link.owns(reply.generation, reply.epoch):
             return
@@ -418,14 +419,17 @@ class SchedulerCore:
 
     def _on_lease(self, reply: LeaseReply) -> None:
         if reply.status is KvStatus.STALE:
-            self._on_stale_ledger(reply.epoch)
+            self._on_stale_ledger(reply.generation, reply.epoch)
         elif self.link.owns(reply.generation, reply.epoch):
             awaited = self.batch.lease.on_lease(reply)
             if awaited and reply.status is KvStatus.NEED_SNAPSHOT:
                 self.batch.lease.snapshot_due = True
 
-    def _on_stale_ledger(self, epoch: int) -> None:
-        """The ledger knows a higher epoch: another has, or had, this engine. Attach above it."""
+    def _on_stale_ledger(self, generation: int, epoch: int) -> None:
+        """The ledger knows a higher epoch: of this generation, which another scheduler has then
+        taken over (raises Superseded), or of one that is gone. Attach above it.
+        """
+        self.link.owns(generation, epoch)
         if self.link.is_ready and epoch > self.link.epoch:
             self.link.see_epoch(epoch)
             self._detach()
@@ -549,7 +553,7 @@ class SchedulerCore:
         elif beat.kind is ServiceKind.KV_STORE and self.link.is_ready:
             for pool in beat.pools:
                 if pool.engine == self.config.engine:
-                    self._on_stale_ledger(pool.epoch)
+                    self._on_stale_ledger(pool.generation, pool.epoch)
                     if pool.need_snapshot and self.link.is_ready:
                         self.batch.lease.snapshot_due = True
 
@@ -558,9 +562,12 @@ class SchedulerCore:
         self.link.on_beat(beat.generation, now_ns)
         if not self.link.is_ready:
             return
-        if beat.generation != self.link.generation:
+        # Raises Superseded where another scheduler has attached to this worker.
+        owned = self.link.owns(beat.generation, beat.epoch)
+        # The last beats of the worker before this one may come late.
+        if beat.generation > self.link.generation:
             self._lose_worker()
-        elif beat.leaving:
+        elif beat.leaving and owned:
             self._detach()
 
     # ---- what others may ask

@@ -307,7 +307,7 @@ class Planner:
             join_bytes += 4 * seq.num_tokens
             if self._joins and join_bytes > self.shape.max_join_bytes:
                 break
-            if seq.runs_alone or not self._fits(seq) or not self._has_first_slot(seq):
+            if seq.runs_alone or not self.has_room_for(seq):
                 if not may_pass("fit" if seq.runs_alone else queue, seq):
                     break
                 passed.append(seq)
@@ -338,6 +338,10 @@ class Planner:
             return NEVER_NS
         due_ns = group_due_ns(self.policies, min(seq.arrival_ns for seq in self.waiting))
         return NEVER_NS if due_ns is None else due_ns
+
+    def has_room_for(self, seq: Sequence) -> bool:
+        """True where nothing but the policies keeps `seq` from joining."""
+        return self._fits(seq) and self._has_first_slot(seq)
 
     def _fits(self, seq: Sequence) -> bool:
         """True where what it needs now is there, and the margin of what others will need is

@@ -50,8 +50,12 @@ class TokenCounters:
         served = self.served.get(tenant, 0)
         levels = [self.served.get(other, 0) for other in present]
         self.served[tenant] = max(served, min(levels)) if levels else served
-        if len(self.served) > MAX_TENANTS:
-            del self.served[max(self.served, key=lambda known: self.served[known])]
+        self._forget_one()
 
     def add(self, tenant: bytes, num_tokens: int) -> None:
         self.served[tenant] = self.served.get(tenant, 0) + num_tokens
+        self._forget_one()
+
+    def _forget_one(self) -> None:
+        if len(self.served) > MAX_TENANTS:
+            del self.served[max(self.served, key=lambda known: self.served[known])]

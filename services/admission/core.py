@@ -359,7 +359,7 @@ class AdmissionCore:
         if request is None:
             return
         if reply.owned_elsewhere:
-            self._lose(request)
+            self._lose(request, is_same=reply.is_same)
         elif reply.code is None:
             request.submitted = request.accepted = True
             if request.withheld and reply.seq_id not in self._in_air:
@@ -378,12 +378,13 @@ class AdmissionCore:
             request.submitted = False
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
 
-    def _lose(self, request: OpenRequest) -> None:
-        """Another admission has it, and tells the client all that is to be told.
+    def _lose(self, request: OpenRequest, *, is_same: bool) -> None:
+        """Another admission has it, and tells the client all that is to be told: a retry that went
+        there has overtaken the request itself, or another has adopted it.
 
         A new request that is refused so at once has the id of another one that runs.
         """
-        if request.ticket.retry or request.num_submissions > 1:
+        if is_same or request.ticket.retry or request.num_submissions > 1:
             self._forget(request)
             return
         text = f"request_id {request.request_id} is in use by a running request"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -80,24 +79,20 @@ def faults(*, seed: int = 1, count: int = 1, json: bool = False) -> int:
     json
         Print one object per history.
     """
-    from services.contracts.errors import StreetcarError
-    from services.simulator.world import World
+    from services.simulator.replay import run_seed, summary
 
     for number in range(seed, seed + count):
-        world = World(number)
-        failure, report = "", ""
-        try:
-            report = str(world.run())
-        except (AssertionError, StreetcarError) as error:
-            failure = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
-        options = str(world.options)
+        outcome = run_seed(number)
+        report = summary(outcome.report) if outcome.report is not None else ""
         if json:
-            print_json({"seed": number, "options": options, "report": report, "failure": failure})
-        elif count == 1 or failure:
-            print(f"seed {number}: {options}\n{report or failure}")
-        if failure:
-            print(f"reproduce: make sim SEED={number}", file=sys.stderr)
+            failure = outcome.failure
+            print_json(
+                {"seed": number, "options": outcome.options, "report": report, "failure": failure}
+            )
+        elif count == 1 or outcome.failure:
+            print(f"seed {number}: {outcome.options}\n{report or outcome.failure}")
+        if outcome.failure:
+            print(f"replay: make sim SEED={number}", file=sys.stderr)
             return 1
     if not json and count > 1:
         print(f"{count} histories from seed {seed} on: all kept their invariants")

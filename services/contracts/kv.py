@@ -55,8 +55,8 @@ class LookupRequest(Message, frozen=True, tag="lookup", kw_only=True):
 
 
 class LookupReply(Message, frozen=True, tag="lookup_reply"):
-    """block_ids: int32, pinned once each, in prefix order. epoch: the ledger's own where status is
-    STALE.
+    """block_ids: int32, pinned once each, in prefix order. generation, epoch: the ledger's own
+    where status is STALE.
 
     copies_in: pairs (host slot, block) that fill some of these blocks; copies_out: pairs (block,
     host slot) that save what these blocks held.

@@ -55,7 +55,8 @@ class SubmitSequence(Message, frozen=True, tag="submit", kw_only=True):
 class SubmitReply(Message, frozen=True, tag="submit_reply"):
     """code: None where the sequence is the scheduler's now.
 
-    owned_elsewhere: another admission that lives has it; its client hears from that one.
+    owned_elsewhere: another admission that lives has it; its client hears from that one. is_same:
+    and it is that client's very request, not another one with its id.
     """
 
     seq_id: Id
@@ -63,6 +64,7 @@ class SubmitReply(Message, frozen=True, tag="submit_reply"):
     code: ErrorCode | None = None
     message: _Text = ""
     owned_elsewhere: bool = False
+    is_same: bool = False
 
 
 class AdoptSequences(Message, frozen=True, tag="adopt"):

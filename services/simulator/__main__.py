@@ -7,29 +7,35 @@ Shell: prints.
 from __future__ import annotations
 
 import sys
-import traceback
 
-from services.contracts.errors import StreetcarError
-
-from .world import World
+from .replay import failure_text, run_seed, summary
+from .world import FAILURES, World
 
 
 def main(argv: list[str]) -> int:
     first = int(argv[0]) if argv else 1
     count = int(argv[1]) if len(argv) > 1 else 1
+    if count == 1:
+        return _one(first)
     for seed in range(first, first + count):
-        world = World(seed)
-        if count == 1:
-            sys.stdout.write(f"seed {seed}: {world.options}\n")
-        try:
-            report = world.run()
-        except (AssertionError, StreetcarError):
-            traceback.print_exc()
-            sys.stdout.write(f"seed {seed}: {world.options}\n")
-            sys.stdout.write(f"reproduce: python -m services.simulator {seed}\n")
+        outcome = run_seed(seed)
+        if outcome.failure:
+            sys.stdout.write(f"{outcome.failure}\n")
             return 1
-        if count == 1:
-            sys.stdout.write(f"{report}\n")
+    return 0
+
+
+def _one(seed: int) -> int:
+    """The options come first: what the run is, whatever becomes of it."""
+    world = World(seed)
+    sys.stdout.write(f"seed {seed}: {world.options}\n")
+    sys.stdout.flush()
+    try:
+        report = world.run()
+    except FAILURES as error:
+        sys.stdout.write(f"{failure_text(world, error)}\n")
+        return 1
+    sys.stdout.write(f"{summary(report)}\n")
     return 0
 
 

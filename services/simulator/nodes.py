@@ -1,4 +1,5 @@
-"""The services as the simulation runs them: real cores behind a shell made of virtual time.
+"""The services as the simulation runs them: real cores and the real codec behind a shell made of
+virtual time, which does what each `service.py` does.
 
 Shell of the simulation; no clock, no socket.
 """
@@ -6,23 +7,23 @@ Shell of the simulation; no clock, no socket.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Final
 
 import msgspec
 
-from gpu_worker.executor import EngineShape, Executor, Model
-from gpu_worker.poison import PoisonedModel, WorkerDied
-from gpu_worker.shadow import ShadowModel
+from gpu_worker.executor import EngineShape, Executor
+from gpu_worker.poison import WorkerDied
 from kv_store.core import Asked, KvCore
 from kv_store.core import Reply as KvReply
 from scheduler_svc import events as sched
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
+from scheduler_svc.worker_link import Superseded
 from services.admission import core as adm
 from services.admission.open_request import Ticket
+from services.admission.validation import ModelLimits, check, decode, prepare
 from services.contracts import codec
 from services.contracts.beats import Beat, ServiceKind, WorkerLoad
+from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.kv import (
     KvDelta,
     KvSnapshot,
@@ -31,7 +32,16 @@ from services.contracts.kv import (
     LookupReply,
     LookupRequest,
 )
-from services.contracts.public import Frame
+from services.contracts.limits import BEAT_PERIOD_MS
+from services.contracts.public import (
+    Encoding,
+    ErrorBody,
+    FinishReason,
+    Frame,
+    GenerateRequest,
+    encode_frame,
+    encoding_of,
+)
 from services.contracts.sequences import (
     AbortReply,
     AbortSequences,
@@ -49,15 +59,30 @@ from services.contracts.step import (
     StepPlan,
     StepResult,
 )
+from services.contracts.vectors import unpack
 
-from .network import Clock, Network
+from . import phases
+from .bus import Answer, Asking, Bus, Envelope
+from .model import VOCAB_SIZE, MarkedModel
 from .options import Options
+from .phases import Phase
+from .process import Process, Skew
 
-ENGINE = "engine-0"
-MODEL = "shadow"
-VOCAB_SIZE = 512
-REQUEST_TIMEOUT_NS = 300_000_000
-WORKER_TIMEOUT_NS = 1_000_000_000
+ENGINE: Final = "engine-0"
+MODEL: Final = "shadow"
+
+SECOND_NS: Final = 1_000_000_000
+BEAT_NS: Final = BEAT_PERIOD_MS * 1_000_000
+# As in the services' shells.
+SUBMIT_TIMEOUT_NS: Final = SECOND_NS
+ABORT_TIMEOUT_NS: Final = SECOND_NS
+ABORT_TRIES: Final = 5
+ATTACH_TIMEOUT_NS: Final = 2 * SECOND_NS
+POLL_TIMEOUT_NS: Final = SECOND_NS
+LEDGER_TIMEOUT_NS: Final = SECOND_NS
+MAX_OPEN_REQUESTS: Final = 1000
+FIRST_BEAT_NS: Final = SECOND_NS
+EARLY_LOOK_NS: Final = 100_000_000
 
 _submit = codec.Decoder(SubmitSequence)
 _submit_reply = codec.Decoder(SubmitReply)
@@ -71,152 +96,133 @@ _attach = codec.Decoder(Attach)
 _attached = codec.Decoder(Attached)
 _poll = codec.Decoder(Poll)
 _poll_reply = codec.Decoder(PollReply)
-_ask: codec.Decoder[LookupRequest | LeaseRequest] = codec.Decoder(LookupRequest, LeaseRequest)
 _lookup_reply = codec.Decoder(LookupReply)
 _lease_reply = codec.Decoder(LeaseReply)
-_delta: codec.Decoder[KvDelta | KvSnapshot] = codec.Decoder(KvDelta, KvSnapshot)
-beat_decoder = codec.Decoder(Beat)
+_to_ledger: codec.Decoder[LookupRequest | LeaseRequest | KvDelta | KvSnapshot] = codec.Decoder(
+    LookupRequest, LeaseRequest, KvDelta, KvSnapshot
+)
+_beat = codec.Decoder(Beat)
 
 
-def _die() -> NoReturn:
-    raise WorkerDied
+class Node(Process):
+    """One run of a service: its core, its timer, and what to do with its effects."""
 
+    role: ClassVar[str]
+    # Its place in the mesh, which a restarted run and a replacement have too.
+    slot = ""
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One request: what is asked, who serves it, and what happens then."""
-
-    kind: str
-    payload: bytes
-    serve: Callable[[bytes, Callable[[bytes], None]], None]
-    answered: Callable[[bytes], None]
-    timed_out: Callable[[], None]
-    timeout_ns: int
-
-
-class Link:
-    """Request/reply with a time-out over the simulated network, as the bus gives it."""
-
-    def __init__(self, clock: Clock, network: Network) -> None:
-        self.clock = clock
-        self.network = network
-
-    def request(self, ends: tuple[str, str], exchange: Exchange) -> None:
-        """`ends`: who asks, who answers. One of `answered` and `timed_out` is called, once."""
-        sender, receiver = ends
-        state = {"open": True}
-
-        def close(then: Callable[[], None]) -> None:
-            if state["open"]:
-                state["open"] = False
-                then()
-
-        def reply(answer: bytes) -> None:
-            self.network.send(
-                receiver,
-                sender,
-                f"{exchange.kind} reply",
-                answer,
-                lambda b: close(lambda: exchange.answered(b)),
-            )
-
-        self.network.send(
-            sender, receiver, exchange.kind, exchange.payload, lambda b: exchange.serve(b, reply)
-        )
-        self.clock.at(self.clock.now_ns + exchange.timeout_ns, lambda: close(exchange.timed_out))
-
-
-class Node:
-    """One core, its timer, and what to do with its effects."""
-
-    def __init__(self, name: str, world: Any) -> None:
-        self.name = name
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world.clock, world.rng, name, host, skew)
         self.world = world
-        self.clock: Clock = world.clock
-        self.network: Network = world.network
-        self.link: Link = world.link
+        self.bus: Bus = world.bus
+        self.options: Options = world.options
         self.core: Any = None
+        self._armed_ns = 0
+        self._is_armed = False
 
-    def post(self, event: Any) -> None:
-        for effect in self.core.handle(event, self.clock.now_ns):
-            self.perform(effect)
-        self.settled()
-        self._arm()
+    def begin(self) -> None:
+        """Subscribe and beat."""
+        raise NotImplementedError
 
     def perform(self, effect: Any) -> None:
         raise NotImplementedError
 
     def settled(self) -> None:
         """After every event."""
+        self.core.check_invariants()
+        self.world.settled(self)
+
+    def post(self, event: Any) -> None:
+        if self.alive:
+            self._do(self.core.handle(event, self.now_ns))
+
+    def _do(self, effects: list[Any]) -> None:
+        for effect in effects:
+            # It may be killed between any two of them.
+            if self.alive:
+                self.perform(effect)
+        if self.alive:
+            self.settled()
+            self._arm()
 
     def _arm(self) -> None:
-        wake = self.core.wake_at_ns
-        if wake is not None:
-            self.clock.at(wake, self._tick)
+        wake_ns = self.core.wake_at_ns
+        if wake_ns is None or (self._is_armed and wake_ns >= self._armed_ns):
+            return
+        self._is_armed, self._armed_ns = True, wake_ns
+        self.clock.at(self.skew.true(wake_ns), lambda: self.run(self._tick, timer=True))
 
     def _tick(self) -> None:
-        wake = self.core.wake_at_ns
-        if wake is None or wake > self.clock.now_ns:
+        self._is_armed = False
+        wake_ns = self.core.wake_at_ns
+        if wake_ns is None:
             return
-        for effect in self.core.tick(self.clock.now_ns):
-            self.perform(effect)
-        self.settled()
-        again = self.core.wake_at_ns
-        assert again is None or again > self.clock.now_ns, (
+        if wake_ns > self.now_ns:
+            self._arm()
+            return
+        self._do(self.core.tick(self.now_ns))
+        again_ns = self.core.wake_at_ns
+        assert not self.alive or again_ns is None or again_ns > self.now_ns, (
             f"{self.name} spins: a tick changes nothing"
         )
-        self._arm()
 
-    def send(
-        self, receiver: Node, kind: str, payload: bytes, deliver: Callable[[bytes], None]
+    def publish(
+        self, subject: str, kind: str, message: codec.Message, *reached: Phase, channel: str = ""
     ) -> None:
-        self.network.send(self.name, receiver.name, kind, payload, deliver)
+        envelope = Envelope(kind, codec.encode(message), reached, channel)
+        self.bus.publish(self, subject, envelope)
+
+    def hear_beats(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.bus.subscribe(self, f"beat.{kind}", lambda b, _: self.post(_beat.decode(b)))
+
+    def beat_forever(self, kind: str) -> None:
+        self.every(BEAT_NS, lambda: self.publish(f"beat.{kind}", "beat", self.beat()))
+
+    def beat(self) -> Beat:
+        beat: Beat = self.core.beat()
+        return beat
 
 
 class KvNode(Node):
-    def __init__(self, world: Any, options: Options) -> None:
-        super().__init__("kv_store", world)
-        self.core = KvCore("kv-0", options.tenant_share)
-        self._replies: dict[str, Callable[[bytes], None]] = {}
+    role = "kv_store"
 
-    def serve(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        token = f"r{len(self._replies)}"
-        self._replies[token] = reply
-        self.post(Asked(_ask.decode(payload), token))
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world, name, host, skew)
+        self.core: KvCore = KvCore("kv-0", self.options.tenant_share)
+        self._answers: dict[str, Answer] = {}
+        self._serial = 0
 
-    def take_delta(self, payload: bytes) -> None:
-        self.post(_delta.decode(payload))
+    def begin(self) -> None:
+        self.bus.subscribe(self, "kv", self._hear, queue="kv_store")
+        self.hear_beats("scheduler")
+        self.beat_forever("kv_store")
+
+    def _hear(self, payload: bytes, answer: Answer) -> None:
+        message = _to_ledger.decode(payload)
+        if isinstance(message, KvDelta | KvSnapshot):
+            self.post(message)
+            return
+        self._serial += 1
+        self._answers[str(self._serial)] = answer
+        self.post(Asked(message, str(self._serial)))
 
     def perform(self, effect: KvReply) -> None:
-        self._replies[effect.reply](codec.encode(effect.message))
-
-    def settled(self) -> None:
-        self.core.check_invariants()
+        is_lookup = isinstance(effect.message, LookupReply)
+        kind = "lookup reply" if is_lookup else "lease reply"
+        reached = Phase.LOOKED_UP if is_lookup else Phase.LEASED
+        answer = self._answers.pop(effect.reply)
+        answer(Envelope(kind, codec.encode(effect.message), (reached,)))
 
 
 class WorkerNode(Node):
     """One step at a time; the rest waits in a queue, as the runner's thread has it."""
 
-    def __init__(self, world: Any, options: Options) -> None:
-        super().__init__("worker", world)
-        self.options = options
-        self.generation = 0
-        self.executor = self._start()
-        self.queue: deque[tuple[int, StepPlan]] = deque()
-        self.running = False
-        self._waiting_attach: list[Callable[[], None]] = []
+    role = "worker"
 
-    def _start(self) -> Executor:
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world, name, host, skew)
         o = self.options
-        self.generation += 1
-        model: Model = ShadowModel(
-            num_blocks=o.num_blocks,
-            block_size=o.block_size,
-            vocab_size=VOCAB_SIZE,
-            host_blocks=o.host_blocks,
-        )
-        if o.poison:
-            model = PoisonedModel(model, o.poison, _die)
         shape = EngineShape(
             max_num_seqs=o.max_num_seqs,
             max_model_len=o.max_model_len,
@@ -226,96 +232,102 @@ class WorkerNode(Node):
             host_blocks=o.host_blocks,
             copy_block_us=o.copy_block_us,
         )
-        return Executor(model, self.generation, shape)
-
-    def restart(self) -> None:
-        """Killed and started again: empty KV, a new generation, nothing remembered."""
-        self.executor = self._start()
-        self.queue.clear()
+        model = MarkedModel(shape, world.marks)
+        self.executor = Executor(model, world.next_generation(), shape)
+        self.queue: deque[tuple[int, StepPlan]] = deque()
         self.running = False
-        self._waiting_attach.clear()
+        self._waiting_attach: list[tuple[Attach, Answer]] = []
 
-    def take_plan(self, payload: bytes) -> None:
+    def begin(self) -> None:
+        for subject, handler in (
+            ("plan", self._hear_plan),
+            ("attach", self._hear_attach),
+            ("poll", self._hear_poll),
+        ):
+            self.bus.subscribe(self, subject, handler, queue="" if subject == "plan" else ENGINE)
+        self.beat_forever("gpu_worker")
+
+    def settled(self) -> None:
+        """It has no core with a timer."""
+
+    def _hear_plan(self, payload: bytes, _answer: Answer) -> None:
         plan = _plan.decode(payload)
         if self.executor.admit(plan):
-            self.queue.append((self.clock.now_ns, plan))
+            self.queue.append((self.now_ns, plan))
             self._run_next()
 
-    def serve_attach(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        request = _attach.decode(payload)
+    def _hear_attach(self, payload: bytes, answer: Answer) -> None:
         self.queue.clear()
+        self._waiting_attach.append((_attach.decode(payload), answer))
+        if not self.running:
+            self._attach_waiting()
 
-        def attach() -> None:
-            reply(codec.encode(self.executor.attach(request)))
+    def _attach_waiting(self) -> None:
+        waiting, self._waiting_attach = self._waiting_attach, []
+        for request, answer in waiting:
+            attached = self.executor.attach(request)
+            answer(Envelope("attach reply", codec.encode(attached), (Phase.ATTACHED,)))
 
-        if self.running:
-            self._waiting_attach.append(attach)
-        else:
-            attach()
-
-    def serve_poll(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        reply(codec.encode(self.executor.poll(_poll.decode(payload))))
+    def _hear_poll(self, payload: bytes, answer: Answer) -> None:
+        reply = self.executor.poll(_poll.decode(payload))
+        answer(Envelope(f"poll reply {reply.state}", codec.encode(reply)))
 
     def _run_next(self) -> None:
         if self.running or not self.queue:
             return
         queued_ns, plan = self.queue.popleft()
         self.running = True
-        executor = self.executor
+        self.world.executes(self, plan)
+        self.world.reached(Phase.STEP_RUNS)
+        if not self.alive:
+            return
         try:
-            result = executor.run(plan)
+            result = self.executor.run(plan)
         except WorkerDied:
-            self.restart()
+            self.world.died_of_poison(self)
             return
-        num_tokens = self.world.tokens_of(plan)
+        num_tokens = int(unpack(plan.chunk_tokens).sum()) + 1
         elapsed = self.options.step_base_ns + num_tokens * self.options.step_token_ns
-        waited = self.clock.now_ns - queued_ns
-        self.clock.at(
-            self.clock.now_ns + elapsed, lambda: self._done(executor, result, elapsed, waited)
-        )
+        waited = self.now_ns - queued_ns
+        self.after(elapsed, lambda: self._done(result, elapsed, waited))
 
-    def _done(self, executor: Executor, result: StepResult, elapsed: int, waited: int) -> None:
-        if executor is not self.executor:
-            return
+    def _done(self, result: StepResult, elapsed: int, waited: int) -> None:
         timed = msgspec.structs.replace(
             result, elapsed_us=max(1, elapsed // 1000), waited_us=waited // 1000
         )
-        executor.remember(timed)
-        scheduler = self.world.scheduler
-        self.send(scheduler, "result", codec.encode(timed), scheduler.take_result)
+        # The runner's thread takes what waits before or after the loop hears of the result.
+        attach_first = self.rng.random() < 0.5
+        if attach_first:
+            self._attach_waiting()
+        self.executor.remember(timed)
+        self.publish("result", "result", timed, Phase.RESULT)
         self.running = False
-        attaches, self._waiting_attach = self._waiting_attach, []
-        for attach in attaches:
-            attach()
-        self._run_next()
-        self.world.step_done()
+        if not attach_first:
+            self._attach_waiting()
+        if self.alive:
+            self._run_next()
 
     def beat(self) -> Beat:
         return Beat(
             kind=ServiceKind.GPU_WORKER,
             service_id="worker-0",
-            generation=self.generation,
+            generation=self.executor.generation,
             epoch=self.executor.epoch,
             worker=WorkerLoad(MODEL, self.executor.last_done, self.options.num_blocks),
         )
 
 
 class SchedulerNode(Node):
-    def __init__(self, world: Any, options: Options) -> None:
-        super().__init__("scheduler", world)
-        self.options = options
-        self.incarnation = 0
-        self.core = self._start()
-        self._replies: dict[str, Callable[[bytes], None]] = {}
+    role = "scheduler"
 
-    def _start(self) -> SchedulerCore:
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world, name, host, skew)
         options = self.options
-        self.incarnation += 1
-        return SchedulerCore(
+        self.core: SchedulerCore = SchedulerCore(
             SchedulerConfig(
                 engine=ENGINE,
                 scheduler_id="scheduler-0",
-                incarnation=f"sim-start-{self.incarnation}",
+                incarnation=name,
                 model=MODEL,
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
@@ -323,207 +335,253 @@ class SchedulerNode(Node):
                 policies=options.policies,
             )
         )
+        self._answers: dict[str, Answer] = {}
+        self._serial = 0
+        self._num_preemptions = 0
 
-    def start(self) -> None:
+    def begin(self) -> None:
+        self.bus.subscribe(self, "result", lambda b, _: self.post(_result.decode(b)))
+        self.bus.subscribe(self, "submit", self._hear_submit, queue=ENGINE)
+        self.bus.subscribe(self, "abort", self._hear_abort, queue=ENGINE)
+        self.hear_beats("gpu_worker", "kv_store", "scheduler", "admission")
+        self.beat_forever("scheduler")
         self._arm()
 
-    def restart(self) -> None:
-        """Killed and started again: knows nothing, and hears no answer to what it had asked."""
-        self.core = self._start()
-        self.start()
+    def post(self, event: Any) -> None:
+        try:
+            super().post(event)
+        except Superseded:
+            # It logs why and exits; whether it is started again is its supervisor's business.
+            self.world.stepped_down(self)
 
-    def _mine(self, then: Callable[..., None]) -> Callable[..., None]:
-        """`then`, unless this scheduler is started again before: its inbox is gone with it."""
-        incarnation = self.incarnation
+    def _hear_submit(self, payload: bytes, answer: Answer) -> None:
+        self.post(sched.Submitted(_submit.decode(payload), self._token(answer)))
 
-        def deliver(*args: bytes) -> None:
-            if incarnation == self.incarnation:
-                then(*args)
+    def _hear_abort(self, payload: bytes, answer: Answer) -> None:
+        self.post(sched.AbortAsked(_abort.decode(payload), self._token(answer)))
 
-        return deliver
-
-    def take_result(self, payload: bytes) -> None:
-        self.post(_result.decode(payload))
-
-    def serve_submit(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        self.post(sched.Submitted(_submit.decode(payload), self._token(reply)))
-
-    def serve_abort(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        self.post(sched.AbortAsked(_abort.decode(payload), self._token(reply)))
-
-    def _token(self, reply: Callable[[bytes], None]) -> str:
-        token = f"r{len(self._replies)}"
-        self._replies[token] = reply
-        return token
-
-    def perform(self, effect: sched.Effect) -> None:
-        world = self.world
-        match effect:
-            case StepPlan():
-                world.saw_plan(effect)
-                self.send(world.worker, "plan", codec.encode(effect), world.worker.take_plan)
-            case sched.SendUpdates():
-                node = world.admission_of(effect.admission_id)
-                if node is not None:
-                    payload = codec.encode(effect.updates)
-                    self.send(node, "updates", payload, node.mine(node.take_updates))
-            case sched.OfferAdoption():
-                node = world.any_admission()
-                if node is not None:
-                    self.send(node, "adopt", codec.encode(effect.message), node.take_offer)
-            case KvDelta() | KvSnapshot():
-                self.send(world.kv, "delta", codec.encode(effect), world.kv.take_delta)
-            case sched.Reply():
-                self._replies[effect.reply](codec.encode(effect.message))
-            case LookupRequest():
-                self._ask_kv("lookup", effect, lambda b: self.post(_lookup_reply.decode(b)))
-            case LeaseRequest():
-                self._ask_kv("lease", effect, lambda b: self.post(_lease_reply.decode(b)))
-            case Attach():
-                serve, decode = world.worker.serve_attach, _attached.decode
-                self._ask_worker("attach", effect, serve, lambda b: self.post(decode(b)))
-            case Poll():
-                serve = world.worker.serve_poll
-                self._ask_worker("poll", effect, serve, lambda b: self.post(_poll_reply.decode(b)))
-            case StepEvent() | sched.Note():
-                pass
-
-    def _ask_kv(self, kind: str, message: codec.Message, answered: Callable[[bytes], None]) -> None:
-        kv = self.world.kv
-        ends = (self.name, kv.name)
-        payload = codec.encode(message)
-        heard = self._mine(answered)
-        exchange = Exchange(kind, payload, kv.serve, heard, lambda: None, REQUEST_TIMEOUT_NS)
-        self.link.request(ends, exchange)
-
-    def _ask_worker(
-        self, kind: str, message: codec.Message, serve: Any, answered: Callable[[bytes], None]
-    ) -> None:
-        ends = (self.name, self.world.worker.name)
-        silent = sched.WorkerSilent(gone=False)
-        self.link.request(
-            ends,
-            Exchange(
-                kind,
-                codec.encode(message),
-                serve,
-                self._mine(answered),
-                self._mine(lambda: self.post(silent)),
-                WORKER_TIMEOUT_NS,
-            ),
-        )
+    def _token(self, answer: Answer) -> str:
+        self._serial += 1
+        self._answers[str(self._serial)] = answer
+        return str(self._serial)
 
     def settled(self) -> None:
-        self.core.check_invariants()
+        super().settled()
+        core = self.core
+        num_preemptions = core.totals.num_preemptions + core.batch.num_preempted
+        if num_preemptions > self._num_preemptions:
+            self._num_preemptions = num_preemptions
+            self.world.reached(Phase.PREEMPTED)
+
+    def perform(self, effect: sched.Effect) -> None:
+        match effect:
+            case StepPlan():
+                self.world.planned(self, effect)
+                self.publish("plan", "plan", effect, *phases.of_plan(effect))
+            case sched.SendUpdates():
+                reached = Phase.ENDED if effect.updates.finished else Phase.TOKENS
+                subject = f"updates.{effect.admission_id}"
+                self.publish(subject, "updates", effect.updates, reached)
+            case KvDelta():
+                reached_here = phases.of_delta(effect)
+                self.publish("kv", "delta", effect, *reached_here, channel="kv")
+            case KvSnapshot():
+                self.publish("kv", "snapshot", effect, Phase.SNAPSHOT, channel="kv")
+            case sched.Reply():
+                self._reply(effect)
+            case LookupRequest():
+                self._ask_ledger("lookup", effect, _lookup_reply, Phase.LOOKING_UP)
+            case LeaseRequest():
+                self._ask_ledger("lease", effect, _lease_reply, Phase.LEASING)
+            case Attach():
+                self._ask_worker("attach", effect, _attached, Phase.ATTACHING)
+            case Poll():
+                self._ask_worker("poll", effect, _poll_reply, Phase.POLLED)
+            case sched.OfferAdoption():
+                self.world.num_offers.update(seq.seq_id for seq in effect.message.sequences)
+                self.publish("adopt", "adopt", effect.message, Phase.ADOPTED)
+            case StepEvent():
+                self.world.step_event(self, effect)
+            case sched.Note():
+                pass
+
+    def _reply(self, effect: sched.Reply) -> None:
+        is_submit = isinstance(effect.message, SubmitReply)
+        kind = "submit reply" if is_submit else "abort reply"
+        reached = (Phase.SUBMIT_ANSWERED,) if is_submit else ()
+        answer = self._answers.pop(effect.reply)
+        answer(Envelope(kind, codec.encode(effect.message), reached))
+
+    def _ask_ledger(
+        self, kind: str, message: codec.Message, decoder: codec.Decoder[Any], reached: Phase
+    ) -> None:
+        asking = Asking(
+            LEDGER_TIMEOUT_NS, lambda b: self.post(decoder.decode(b)), lambda: None, lambda: None
+        )
+        envelope = Envelope(kind, codec.encode(message), (reached,), "kv")
+        self.bus.request(self, "kv", envelope, asking)
+
+    def _ask_worker(
+        self, kind: str, message: codec.Message, decoder: codec.Decoder[Any], reached: Phase
+    ) -> None:
+        asking = Asking(
+            ATTACH_TIMEOUT_NS if kind == "attach" else POLL_TIMEOUT_NS,
+            lambda b: self.post(decoder.decode(b)),
+            lambda: self.post(sched.WorkerSilent(gone=False)),
+            lambda: self.post(sched.WorkerSilent(gone=True)),
+        )
+        self.bus.request(self, kind, Envelope(kind, codec.encode(message), (reached,)), asking)
 
 
 class AdmissionNode(Node):
-    """Every run has an id of its own, as in the service."""
+    role = "admission"
 
-    def __init__(self, world: Any, number: int, vocabulary: Any) -> None:
-        super().__init__(f"admission-{number}", world)
-        self.vocabulary = vocabulary
-        self.alive = True
-        self.incarnation = 0
-        self.core = self._start()
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world, name, host, skew)
+        self.core: adm.AdmissionCore = adm.AdmissionCore(
+            name, {MODEL: world.vocabulary}, MAX_OPEN_REQUESTS
+        )
+        self._serves = False
 
-    def _start(self) -> adm.AdmissionCore:
-        self.incarnation += 1
-        self._ended: set[str] = set()
-        self._was_asked = False
-        name = f"{self.name}-{self.incarnation}"
-        return adm.AdmissionCore(name, {MODEL: self.vocabulary}, max_open=1000)
+    def begin(self) -> None:
+        self.bus.subscribe(self, f"updates.{self.name}", lambda b, _: self.post(_updates.decode(b)))
+        self.hear_beats("scheduler")
+        self.beat_forever("admission")
+        # Who serves before it has heard of an engine refuses what that would take a moment later.
+        self.after(FIRST_BEAT_NS, self._serve)
 
-    def die(self, down_ns: int) -> None:
-        """Killed; started again after `down_ns`, knowing nothing."""
-        self.alive = False
-        self.clock.at(self.clock.now_ns + down_ns, self._restart)
+    def _serve(self) -> None:
+        if not self._serves:
+            self._serves = True
+            self.bus.subscribe(self, "adopt", self._hear_offer, queue="admission")
+            self.bus.subscribe(self, "generate", self._hear_generate, queue="admission")
+            self.bus.subscribe(self, "cancel", self._hear_cancel)
+            self.bus.subscribe(self, "resume", self._hear_resume)
 
-    def _restart(self) -> None:
-        self.core = self._start()
-        self.alive = True
+    def beat(self) -> Beat:
+        # The core hears of each beat that went out.
+        if not self.bus.outage:
+            self.post(adm.BeatSent())
+        return super().beat()
 
-    def mine(self, then: Callable[..., None]) -> Callable[..., None]:
-        """`then`, if this run lives when it comes."""
-        incarnation = self.incarnation
+    # ---- in
 
-        def deliver(*args: bytes) -> None:
-            if self.alive and incarnation == self.incarnation:
-                then(*args)
-
-        return deliver
-
-    def hear(self, event: adm.Event) -> None:
-        if self.alive:
-            self.post(event)
-
-    def post(self, event: adm.Event) -> None:
-        self._was_asked = isinstance(event, adm.ResumeAsked | Ticket)
+    def post(self, event: Any) -> None:
         super().post(event)
+        if isinstance(event, Beat):
+            self._serve()
 
-    def _check_end(self, frame: Frame) -> None:
-        """Only who asks hears anything after the end, or the end again."""
-        request_id = frame.request_id
-        if self._was_asked:
-            self._ended.discard(request_id)
-        assert request_id not in self._ended, f"{request_id}: a frame after the terminal frame"
-        if frame.finish_reason is not None:
-            self._ended.add(request_id)
+    def _hear_offer(self, payload: bytes, _answer: Answer) -> None:
+        self.post(_offer.decode(payload))
 
-    def take_beat(self, payload: bytes) -> None:
-        self.hear(beat_decoder.decode(payload))
+    def _hear_resume(self, payload: bytes, _answer: Answer) -> None:
+        request_id, _, offset = payload.decode().partition(" ")
+        self.post(adm.ResumeAsked(request_id, int(offset)))
 
-    def take_offer(self, payload: bytes) -> None:
-        self.hear(_offer.decode(payload))
+    def _hear_generate(self, payload: bytes, _answer: Answer) -> None:
+        request, encoding = decode(payload), encoding_of(payload)
+        reply = f"inbox.{request.request_id}"
+        engine = self.core.engines.expect(MODEL, self.now_ns)
+        if engine is not None and not engine.max_model_len:
+            # Its first worker is still to come.
+            self.after(EARLY_LOOK_NS, lambda: self._hear_generate(payload, _answer))
+            return
+        try:
+            ticket = self._ticket(request, reply, encoding)
+        except RequestError as error:
+            frame = Frame(
+                request_id=request.request_id or "",
+                offset=0,
+                finish_reason=FinishReason.ERROR,
+                error=ErrorBody(error.code, error.message),
+            )
+            self.perform(adm.SendFrame(reply, encoding, frame))
+            return
+        self.post(ticket)
 
-    def take_updates(self, payload: bytes) -> None:
-        self.post(_updates.decode(payload))
+    def _ticket(self, request: GenerateRequest, reply: str, encoding: Encoding) -> Ticket:
+        engine = self.core.engines.expect(MODEL, self.now_ns)
+        if engine is None:
+            raise RequestError(ErrorCode.NO_WORKER, "no worker serves it at this moment")
+        limits = ModelLimits(VOCAB_SIZE, engine.max_model_len, 8)
+        check(request, limits)
+        prompt = request.prompt_token_ids or []
+        prepared = prepare(request, len(prompt), limits, seed=0, eos_token_ids=())
+        return Ticket(
+            request_id=request.request_id or "",
+            model=MODEL,
+            reply=reply,
+            encoding=encoding,
+            prompt_token_ids=prompt,
+            max_tokens=prepared.max_tokens,
+            sampling=prepared.sampling,
+            stop_token_ids=prepared.stop_token_ids,
+            stop_strings=prepared.stop_strings,
+            include_stop=False,
+            stream=request.stream,
+            salt=request.cache_salt.encode(),
+            priority=request.priority,
+            deadline_ms=request.deadline_ms or 0,
+            retry=request.retry,
+        )
 
-    def _tick(self) -> None:
-        if self.alive:
-            super()._tick()
+    def _hear_cancel(self, payload: bytes, _answer: Answer) -> None:
+        self.post(adm.CancelAsked(payload.decode()))
+
+    # ---- out
 
     def settled(self) -> None:
-        while self.core.has_news:
-            for effect in self.core.handle(adm.Flush(), self.clock.now_ns):
-                self.perform(effect)
-        self.core.check_invariants()
+        while self.core.has_news and self.alive:
+            for effect in self.core.handle(adm.Flush(), self.now_ns):
+                if self.alive:
+                    self.perform(effect)
+        super().settled()
 
     def perform(self, effect: adm.Effect) -> None:
-        scheduler = self.world.scheduler
-        ends = (self.name, scheduler.name)
         match effect:
             case adm.SendFrame():
-                self._check_end(effect.frame)
-                self.world.send_frame(self, effect)
+                self._send_frame(effect)
             case adm.Submit():
-                seq_id = effect.message.seq_id
-                self.link.request(
-                    ends,
-                    Exchange(
-                        "submit",
-                        codec.encode(effect.message),
-                        scheduler.serve_submit,
-                        self.mine(lambda b: self.post(_submit_reply.decode(b))),
-                        self.mine(lambda: self.post(adm.SubmitFailed(seq_id))),
-                        REQUEST_TIMEOUT_NS,
-                    ),
-                )
+                self._submit(effect)
             case adm.Abort():
-                self._abort(ends, effect, tries=5)
+                self._abort(effect, ABORT_TRIES)
             case adm.Cancelled():
-                pass
+                self.world.cancelled(effect.request_id)
 
-    def _abort(self, ends: tuple[str, str], effect: adm.Abort, tries: int) -> None:
-        """Aborts are retried by the shell: they are idempotent and nobody waits for them."""
-        self.link.request(
-            ends,
-            Exchange(
-                "abort",
-                codec.encode(effect.message),
-                self.world.scheduler.serve_abort,
-                lambda b: None,
-                self.mine(lambda: self._abort(ends, effect, tries - 1) if tries else None),
-                REQUEST_TIMEOUT_NS,
-            ),
+    def _send_frame(self, effect: adm.SendFrame) -> None:
+        frame = effect.frame
+        reached = Phase.FIRST_FRAME if frame.offset == 0 else Phase.FRAME
+        if frame.finish_reason is not None:
+            reached = Phase.TERMINAL
+        payload = encode_frame(frame, effect.encoding)
+        heard = self.bus.publish(self, effect.reply, Envelope("frame", payload, (reached,)))
+        if frame.finish_reason is None and not heard and not self.bus.outage:
+            self.after(0, lambda: self.post(adm.Unheard(frame.request_id)))
+
+    def _submit(self, effect: adm.Submit) -> None:
+        failed = adm.SubmitFailed(effect.message.seq_id)
+        asking = Asking(
+            SUBMIT_TIMEOUT_NS,
+            lambda b: self.post(_submit_reply.decode(b)),
+            lambda: self.post(failed),
+            lambda: self.post(failed),
         )
+        payload = codec.encode(effect.message)
+        self.bus.request(self, "submit", Envelope("submit", payload, (Phase.SUBMITTED,)), asking)
+
+    def _abort(self, effect: adm.Abort, tries: int) -> None:
+        """Idempotent, and nobody waits for it: tried a few times."""
+
+        def again() -> None:
+            if tries > 1:
+                self._abort(effect, tries - 1)
+
+        asking = Asking(
+            ABORT_TIMEOUT_NS,
+            lambda b: None,
+            again,
+            lambda: self.after(ABORT_TIMEOUT_NS, again),
+        )
+        payload = codec.encode(effect.message)
+        envelope = Envelope("abort", payload, (Phase.ACKNOWLEDGED,))
+        self.bus.request(self, "abort", envelope, asking)

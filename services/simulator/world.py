@@ -1,9 +1,9 @@
-"""One simulated history: requests come, the mesh serves them, everything is checked, all from one
-seed.
+"""One simulated history: requests come, the mesh serves them while the nemesis does harm, then all
+is healed and everything must end, all from one seed.
 
-Checked: the invariants of every core after every event; that every client gets the one right
-stream, gap-free, with one terminal frame; that at the end every block is accounted for, in both
-books.
+    safety: requests and faults ─▶ heal ─▶ liveness: all end, probes pass ─▶ rest: back to idle
+
+Checked after every event: the invariants of every core, and those of `checks.py`.
 
 Shell of the simulation: no clock, no socket; one object per history.
 """
@@ -12,52 +12,46 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-import msgspec
-import numpy as np
+from services.contracts.errors import StreetcarError
+from services.contracts.public import Frame
+from services.contracts.step import StepEvent, StepPlan
 
-from gpu_worker.shadow import expected_token_ids
-from services.admission import core as adm
-from services.admission.open_request import Ticket
-from services.contracts import codec
-from services.contracts.limits import BEAT_PERIOD_MS
-from services.contracts.public import Encoding, Frame, encode_frame
-from services.contracts.sampling import SamplingParams
-from services.contracts.step import StepPlan
-from services.contracts.vectors import unpack
+from .bus import Bus
+from .census import census, excess
+from .checks import AFTERMATH_NS, CHECKS, Check, Violation
+from .clients import Client
+from .model import VOCAB_SIZE, Mark
+from .nemesis import MAX_LAG_NS, Nemesis
+from .network import Clock, Network, Weather
+from .nodes import AdmissionNode, KvNode, Node, SchedulerNode, WorkerNode
+from .options import ROLES, SECOND_NS, Options, draw
+from .phases import Phase
+from .process import Skew
+from .workload import Workload
 
-from .clients import Client, SimulationError
-from .network import Clock, Network, NetworkOptions
-from .nodes import (
-    MODEL,
-    VOCAB_SIZE,
-    AdmissionNode,
-    KvNode,
-    Link,
-    SchedulerNode,
-    WorkerNode,
-    beat_decoder,
-)
-from .options import Options, draw
+MAX_EVENTS = 1_000_000
+SETTLE_NS: Final = SECOND_NS
+# Longer than a tombstone stays in admission; where an acknowledgement may be lost, longer than the
+# end of a sequence stays in the scheduler's log.
+REST_NS: Final = 15 * SECOND_NS
+LONG_REST_NS: Final = 75 * SECOND_NS
+LIVENESS_NS: Final = 60 * SECOND_NS
+MAX_SKEW_PPM: Final = 20_000
 
-MAX_EVENTS = 400_000
-MAX_LIVES = 4
-DOWN_TIMES_NS = (10_000_000, 300_000_000, 2_000_000_000)
-QUIET_NS = 6_000_000_000
-NUM_ADMISSIONS = 2
-MARKERS = 8
-
-
-_frame = msgspec.msgpack.Decoder(Frame)
+KINDS: Final[dict[str, type[Node]]] = {
+    node.role: node for node in (AdmissionNode, SchedulerNode, KvNode, WorkerNode)
+}
+C = TypeVar("C", bound=Check)
 
 
 class ShadowVocabulary:
-    """Token 7 reads as "7 ". Some ids more than the model can give: prompts may be marked with
-    them.
-    """
+    """Token 7 reads as "7 "."""
 
-    token_bytes = tuple(f"{token_id} ".encode() for token_id in range(VOCAB_SIZE + MARKERS))
+    token_bytes = tuple(f"{token_id} ".encode() for token_id in range(VOCAB_SIZE))
 
     def token_text(self, token_id: int) -> str:
         return f"{token_id} "
@@ -65,231 +59,341 @@ class ShadowVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """What happened. faults: by name, those that really took place; reached: phases; errors: by
+    code.
+    """
+
     seed: int
     options: Options
     requests: int
     finished: Counter[str]
+    errors: Counter[str]
+    faults: Counter[str]
+    reached: Counter[str]
     steps: int
     preemptions: int
     prefix_hits: int
-    scheduler_restarts: int
     copies_out: int
     copies_in: int
+    starts: Counter[str]
     virtual_ms: int
+    healed_ms: int
     events: int
+    checked: int
     messages: Counter[str]
 
 
 class World:
-    """Build with a seed, `run()` once. Raises AssertionError (SimulationError, or a core's own)
-    where anything is wrong.
+    """Build with a seed, `run()` once. Raises AssertionError (Violation, or a core's own) where
+    anything is wrong.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.options = self._draw()
+        self.options = draw(self.rng, seed)
         o = self.options
         self.clock = Clock()
-        network = NetworkOptions(o.mean_delay_ns, o.drop, o.duplicate)
-        self.network = Network(self.clock, self.rng, network)
-        self.link = Link(self.clock, self.network)
-        self.kv = KvNode(self, o)
-        self.worker = WorkerNode(self, o)
-        self.scheduler = SchedulerNode(self, o)
-        self.admissions = [
-            AdmissionNode(self, number, ShadowVocabulary()) for number in range(NUM_ADMISSIONS)
-        ]
+        weather = Weather(o.mean_delay_ns, o.faults.drop, o.faults.duplicate, o.faults.kinds)
+        self.network = Network(self.clock, self.rng, weather)
+        self.bus = Bus(self.clock, self.network, self.rng)
+        self.vocabulary = ShadowVocabulary()
+        self.marks: dict[int, tuple[Mark, int]] = {}
         self.clients: dict[str, Client] = {}
-        self._restarts = 0
-        self._prompts: list[list[int]] = []
+        self.nodes: list[Node] = []
+        self.max_skew = MAX_SKEW_PPM / 1e6 if o.faults.skewed else 0.0
+        self.checks = [kind(self) for kind in CHECKS]
+        self.nemesis = Nemesis(self, o.faults)
+        self._workload = Workload(self)
+        self._by_number: dict[int, Client] = {}
+        self._skews: dict[str, Skew] = {}
+        self._current: dict[str, Node] = {}
+        self.num_offers: Counter[str] = Counter()
+        self._killed: list[tuple[int, str]] = []
+        self._started_ns: dict[str, int] = {}
+        self._starts: Counter[str] = Counter()
+        self._generation = 0
+        self._healed_ns = 0
+
+    # ---- the history
 
     def run(self) -> Report:
-        self.scheduler.start()
-        self._beat()
-        self._arrivals()
-        events = 0
-        while not self._all_done():
-            if events >= MAX_EVENTS or not self.clock.step():
+        self.open()
+        for role in ROLES:
+            self.start(role, role, role)
+        for number in range(1, self.options.num_admissions):
+            self.start("admission", f"admission-{number}", f"admission-{number}")
+        last_ns = self._workload.begin()
+        self.safety(last_ns)
+        self.heal()
+        self.liveness()
+        self.rest()
+        return self.report()
+
+    def open(self) -> None:
+        """For those who watch: everything is built, nothing has begun."""
+
+    def safety(self, last_ns: int) -> None:
+        """Until the faults and the arrivals are through, or all is done where there are none."""
+        faults = self.options.faults
+        if faults.none:
+            self._until(self._all_done, self._bound_ns(), "with no fault at all")
+            return
+        end_ns = last_ns + self.rng.choice([SECOND_NS, 5 * SECOND_NS])
+        if faults.timed:
+            end_ns += faults.hold_ns
+            self.nemesis.begin(end_ns)
+        while self.clock.now_ns < end_ns and self._step():
+            pass
+
+    def heal(self) -> None:
+        self._healed_ns = self.clock.now_ns
+        self.nemesis.heal()
+
+    def liveness(self) -> None:
+        """Everything ends within a bound, and new requests are served as if nothing had been."""
+        self._until(self._all_done, self._bound_ns(), "after the faults")
+        self._until(self._in_order, AFTERMATH_NS + SETTLE_NS + self._late_ns(), "no engine")
+        self._workload.probe()
+        self._until(self._all_done, self._bound_ns(), "a probe")
+
+    def rest(self) -> None:
+        """Let acknowledgements, aborts, deltas and logs run out."""
+        end_ns = self.clock.now_ns + (REST_NS if self.options.faults.none else LONG_REST_NS)
+        while self.clock.now_ns < end_ns:
+            until_ns = self.clock.now_ns + SETTLE_NS
+            while self.clock.now_ns < until_ns:
+                self._step()
+            if self._is_idle():
+                break
+        for check in self.checks:
+            check.at_rest()
+
+    def _bound_ns(self) -> int:
+        """Long enough for everything one after the other, and for what is still on its way."""
+        o = self.options
+        tokens = (o.num_requests + o.num_probes) * (o.max_prompt + o.max_output)
+        work_ns = 4 * tokens * (o.step_base_ns + 2 * o.mean_delay_ns)
+        return LIVENESS_NS + self._late_ns() + work_ns
+
+    def _late_ns(self) -> int:
+        """How long after the faults a message may still be on its way."""
+        return 2 * MAX_LAG_NS if "lag" in self.options.faults.timed else 0
+
+    def _until(self, done: Callable[[], bool], bound_ns: int, what: str) -> None:
+        end_ns = self.clock.now_ns + bound_ns
+        while not done():
+            if self.clock.now_ns > end_ns or not self._step():
                 stuck = [name for name, client in self.clients.items() if not client.done]
-                raise SimulationError(f"no progress: {stuck} after {events} events")
-            events += 1
-        self._quiesce()
-        self._check_books()
-        core = self.scheduler.core
-        reasons = Counter(str(client.frames[-1].finish_reason) for client in self.clients.values())
-        return Report(
-            seed=self.seed,
-            options=self.options,
-            requests=len(self.clients),
-            finished=reasons,
-            steps=core.totals.num_steps,
-            preemptions=core.beat().engine.num_preemptions,
-            prefix_hits=core.totals.num_prefix_hits,
-            scheduler_restarts=self.scheduler.incarnation - 1,
-            copies_out=sum(
-                ledger.pool.totals.copies_out for ledger in self.kv.core.ledgers.values()
-            ),
-            copies_in=sum(ledger.pool.totals.copies_in for ledger in self.kv.core.ledgers.values()),
-            virtual_ms=self.clock.now_ns // 1_000_000,
-            events=events,
-            messages=self.network.counts,
-        )
+                raise Violation(f"I12 progress: {what}: {stuck} after {bound_ns // SECOND_NS} s")
 
-    # ---- what the nodes call
-
-    def send_frame(self, node: AdmissionNode, effect: adm.SendFrame) -> None:
-        """To the client, where it still listens; the server tells who asked to know."""
-        client = self.clients[effect.frame.request_id]
-
-        def deliver(payload: bytes) -> None:
-            if not client.done:
-                client.hear(_frame.decode(payload), self)
-            elif effect.frame.finish_reason is None:
-                node.hear(adm.Unheard(effect.frame.request_id))
-
-        payload = encode_frame(effect.frame, Encoding.MSGPACK)
-        self.network.send(node.name, client.name, "frame", payload, deliver)
-
-    def any_admission(self) -> AdmissionNode | None:
-        """The one that the queue group gives a message; None where none listens.
-
-        As the service does, it listens once it has heard of an engine.
-        """
-        living = [node for node in self.admissions if node.alive and node.core.engines.engines]
-        return self.rng.choice(living) if living else None
-
-    def admission_of(self, admission_id: str) -> AdmissionNode | None:
-        """Where that run of an admission is, if it lives."""
-        for node in self.admissions:
-            if node.alive and node.core.admission_id == admission_id:
-                return node
-        return None
-
-    def saw_plan(self, plan: StepPlan) -> None:
-        if len(plan.join) > self.options.max_num_seqs:
-            raise SimulationError("a plan joins more lanes than there are")
-
-    def tokens_of(self, plan: StepPlan) -> int:
-        return int(unpack(plan.chunk_tokens).sum()) + 1
-
-    def step_done(self) -> None:
-        # A third one in the same few tokens of a request would be its fault.
-        if self._restarts < 2 and self.rng.random() < self.options.reattach:
-            self._restarts += 1
-            self.worker.restart()
-        if self.scheduler.incarnation < 4 and self.rng.random() < self.options.scheduler_restart:
-            self.scheduler.restart()
-        if self.rng.random() < self.options.admission_death:
-            node = self.rng.choice(self.admissions)
-            if node.alive and node.incarnation < MAX_LIVES:
-                node.die(self.rng.choice(DOWN_TIMES_NS))
-
-    # ---- the workload
-
-    def _draw(self) -> Options:
-        return draw(self.rng)
-
-    def _arrivals(self) -> None:
-        o, rng = self.options, self.rng
-        shared = [rng.randrange(VOCAB_SIZE) for _ in range(o.shared_prefix)]
-        # Admission hears of the engine by its beat: the first request comes after it.
-        at = self.clock.now_ns + 1_000_000_000
-        for index in range(o.num_requests):
-            at += int(rng.expovariate(1.0 / o.mean_arrival_ns))
-            client = self._draw_client(f"r{index}", shared)
-            self.clients[client.ticket.request_id] = client
-            self.clock.at(at, lambda c=client: c.start(self))  # type: ignore[misc]
-            if rng.random() < o.cancel:
-                client.may_end_early = True
-                delay = int(rng.expovariate(1.0 / (20 * o.step_base_ns)))
-                self.clock.at(at + delay, lambda c=client: c.cancel(self))  # type: ignore[misc]
-
-    def _draw_client(self, request_id: str, shared: list[int]) -> Client:
-        o, rng = self.options, self.rng
-        prompt = self._draw_prompt(shared)
-        max_tokens = rng.randint(1, o.max_output)
-        expected = expected_token_ids(np.array(prompt, dtype=np.int32), max_tokens, VOCAB_SIZE)
-        stop_ids: list[int] = []
-        stopped = False
-        if rng.random() < o.stop:
-            stop_ids = [expected[rng.randrange(len(expected))]]
-            expected = expected[: expected.index(stop_ids[0])]
-            stopped = True
-        has_deadline = rng.random() < o.deadline
-        ticket = Ticket(
-            request_id=request_id,
-            model=MODEL,
-            reply=f"inbox.{request_id}",
-            encoding=Encoding.JSON,
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=SamplingParams(),
-            stop_token_ids=stop_ids,
-            stop_strings=[],
-            include_stop=False,
-            stream=rng.random() < 0.8,
-            salt=bytes([rng.randrange(o.num_salts)]),
-            priority=rng.choice([0, 0, 0, 1, -1]),
-            deadline_ms=rng.choice([1, 20, 200]) if has_deadline else 0,
-            retry=False,
-        )
-        return Client(ticket, expected, stopped, may_end_early=has_deadline)
-
-    def _draw_prompt(self, shared: list[int]) -> list[int]:
-        """A new one, or one that was asked before: it may have been evicted meanwhile."""
-        o, rng = self.options, self.rng
-        if o.num_prompts and len(self._prompts) >= o.num_prompts:
-            return rng.choice(self._prompts)
-        length = rng.randint(o.max_prompt // 2 if o.num_prompts else 1, o.max_prompt)
-        prompt = shared[: min(length, o.shared_prefix)]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
-        self._prompts.append(prompt)
-        return prompt
-
-    # ---- time
-
-    def _beat(self) -> None:
-        def post(node: SchedulerNode | KvNode, payload: bytes) -> None:
-            node.post(beat_decoder.decode(payload))
-
-        scheduler_beat = codec.encode(self.scheduler.core.beat())
-        self.scheduler.send(self.kv, "beat", scheduler_beat, lambda b: post(self.kv, b))
-        for node in self.admissions:
-            self.scheduler.send(node, "beat", scheduler_beat, node.take_beat)
-            if node.alive:
-                own = codec.encode(node.core.beat())
-                node.send(self.scheduler, "beat", own, lambda b: post(self.scheduler, b))
-                node.hear(adm.BeatSent())
-        for sender, beat in ((self.worker, self.worker.beat()), (self.kv, self.kv.core.beat())):
-            payload = codec.encode(beat)
-            sender.send(self.scheduler, "beat", payload, lambda b: post(self.scheduler, b))
-        self.clock.at(self.clock.now_ns + BEAT_PERIOD_MS * 1_000_000, self._beat)
+    def _step(self) -> bool:
+        if self.clock.num_events > MAX_EVENTS:
+            raise Violation(f"I12 progress: {MAX_EVENTS} events and no end")
+        return self.clock.step()
 
     def _all_done(self) -> bool:
         return all(client.done for client in self.clients.values())
 
-    def _quiesce(self) -> None:
-        """Let acknowledgements, aborts and deltas arrive, with a network that loses nothing any
-        more.
-        """
-        self.network.heal()
-        end = self.clock.now_ns + QUIET_NS
-        while self.clock.now_ns < end:
-            self.clock.step()
+    def _in_order(self) -> bool:
+        """No effect of a fault is on its way any more, and admission knows an engine."""
+        calm_ns = self._healed_ns + AFTERMATH_NS + self._late_ns()
+        calm = self.options.faults.none or self.clock.now_ns > calm_ns
+        admissions = [n for n in self.running() if isinstance(n, AdmissionNode)]
+        return calm and all(n.core.engines.choose("shadow", n.now_ns) for n in admissions)
 
-    def _check_books(self) -> None:
-        core, ledgers = self.scheduler.core, self.kv.core.ledgers
-        if any(core.roster.live()) or len(core.waiting) or core.batch.lanes.num_active:
-            raise SimulationError("a sequence lives on after its request has ended")
-        if core.batch.lease.holds:
-            raise SimulationError(f"blocks are held by nobody: {dict(core.batch.lease.holds)}")
-        for ledger in ledgers.values():
-            pool = ledger.pool
-            spare = set(core.batch.lease.spare)
-            for block_id in range(1, pool.num_blocks):
-                here = core.batch.lease.holds[block_id] + (block_id in spare)
-                if pool.holds(block_id) != here:
-                    there = pool.holds(block_id)
-                    text = f"block {block_id}: {there} holds in the ledger, {here} in the scheduler"
-                    raise SimulationError(text)
+    def _is_idle(self) -> bool:
+        return not any(
+            excess(node.role, census(node.core or node.executor), self.options)  # type: ignore[attr-defined]
+            for node in self.running()
+        )
+
+    # ---- services
+
+    def start(self, role: str, slot: str, host: str) -> Node:
+        self._starts[role] += 1
+        name = f"{role}-{self._starts[role]}"
+        skew = self._skews.setdefault(host, self._draw_skew())
+        node = KINDS[role](self, name, host, skew)
+        node.slot = slot
+        self.nodes.append(node)
+        self._current[slot] = node
+        self._started_ns[role] = self.clock.now_ns
+        node.begin()
+        return node
+
+    def _draw_skew(self) -> Skew:
+        if not self.options.faults.skewed:
+            return Skew()
+        self.nemesis.happened["skewed clock"] += 1
+        offset_ns = self.rng.randrange(30 * 24 * 3600 * SECOND_NS)
+        return Skew(offset_ns, self.rng.randrange(-MAX_SKEW_PPM, MAX_SKEW_PPM))
+
+    def kill(self, *roles: str) -> None:
+        """The present run of each role dies, and is started again after a while."""
+        for role in roles:
+            node = self.current(role)
+            if node is not None:
+                self._killed.append((self.clock.now_ns, role))
+                self._end(node)
+
+    def _end(self, node: Node) -> None:
+        node.die()
+        self.bus.leave(node)
+        if self._current[node.slot] is node:
+            self.clock.after(self.options.faults.restart_ns, lambda: self._restart(node))
+
+    def _restart(self, dead: Node) -> None:
+        if self._current[dead.slot] is dead:
+            self.start(dead.role, dead.slot, dead.host)
+
+    def replace(self, node: Node) -> None:
+        """Another run on another host takes its place; it lives on, if it does."""
+        self.start(node.role, node.slot, f"{node.host}'")
+
+    def stepped_down(self, node: Node) -> None:
+        """It has found that another has taken over."""
+        self.nemesis.happened["stepped down"] += 1
+        self._end(node)
+
+    def died_of_poison(self, node: Node) -> None:
+        self.nemesis.note("poisoned", self.options.faults.restart_ns)
+        self._end(node)
+
+    def revive(self) -> None:
+        for node in list(self._current.values()):
+            if not node.alive:
+                self._restart(node)
+        for node in self.nodes:
+            node.wake()
+
+    def current(self, role: str) -> Node | None:
+        """The run that has the place, if it lives; one of them where there are several."""
+        living = [n for n in self._current.values() if n.role == role and n.alive]
+        return self.rng.choice(living) if len(living) > 1 else next(iter(living), None)
+
+    def running(self) -> list[Node]:
+        return [node for node in self.nodes if node.alive]
+
+    def hosts(self) -> list[str]:
+        """Those that links may be cut between: of services, and of some clients."""
+        hosts = dict.fromkeys(node.host for node in self.running())
+        return [*hosts, *[c.host for c in list(self.clients.values())[:3]]]
+
+    def next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    @property
+    def scheduler(self) -> Any:
+        return self._current["scheduler"]
+
+    @property
+    def kv(self) -> Any:
+        return self._current["kv_store"]
+
+    @property
+    def worker(self) -> Any:
+        return self._current["worker"]
+
+    @property
+    def admission(self) -> Any:
+        return self._current["admission"]
+
+    # ---- what they tell
+
+    def reached(self, phase: Phase) -> None:
+        self.nemesis.reach(phase)
+
+    def planned(self, node: Node, plan: StepPlan) -> None:
+        for check in self.checks:
+            check.planned(node, plan)
+
+    def executes(self, node: Node, plan: StepPlan) -> None:
+        for check in self.checks:
+            check.executes(node, plan)
+
+    def settled(self, node: Node) -> None:
+        for check in self.checks:
+            check.settled(node)
+
+    def step_event(self, node: Node, event: StepEvent) -> None:
+        for check in self.checks:
+            check.step_event(node, event)
+
+    def cancelled(self, request_id: str) -> None:
+        for check in self.checks:
+            check.cancelled(request_id)
+
+    def hears(self, client: Client, frame: Frame) -> None:
+        for check in self.checks:
+            check.hears(client, frame)
+
+    def ends(self, client: Client) -> None:
+        for check in self.checks:
+            check.ends(client)
+
+    # ---- what checks ask
+
+    def add(self, client: Client) -> None:
+        self.clients[client.request_id] = client
+        self._by_number[client.number] = client
+
+    def client_of(self, number: int) -> Client | None:
+        return self._by_number.get(number)
+
+    def check(self, kind: type[C]) -> C:
+        return next(check for check in self.checks if isinstance(check, kind))
+
+    def troubled(self, from_ns: int, to_ns: int) -> bool:
+        """Something was wrong between these times."""
+        faults = self.options.faults
+        lossy = (faults.drop or faults.duplicate) and from_ns <= self._healed_until()
+        return bool(lossy) or any(
+            start <= to_ns and end >= from_ns for start, end in self.nemesis.trouble
+        )
+
+    def num_killed(self, role: str, since_ns: int) -> int:
+        """How often the nemesis has killed it."""
+        return sum(who == role and at_ns >= since_ns for at_ns, who in self._killed)
+
+    def since_start(self, role: str, at_ns: int) -> int:
+        """How long before `at_ns` the last run of the role began."""
+        return at_ns - self._started_ns[role]
+
+    def _healed_until(self) -> int:
+        return self._healed_ns or self.clock.now_ns
+
+    def report(self) -> Report:
+        endings = [client.ending for client in self.clients.values() if client.ending]
+        schedulers = [n.core for n in self.nodes if isinstance(n, SchedulerNode)]
+        ledgers = [
+            ledger
+            for node in self.nodes
+            if isinstance(node, KvNode)
+            for ledger in node.core.ledgers.values()
+        ]
+        return Report(
+            seed=self.seed,
+            options=self.options,
+            requests=len(self.clients),
+            finished=Counter(str(frame.finish_reason) for frame in endings),
+            errors=Counter(str(frame.error.code) for frame in endings if frame.error),
+            faults=self.nemesis.happened + self.network.faults,
+            reached=Counter({str(phase): n for phase, n in self.nemesis.reached.items()}),
+            steps=sum(core.totals.num_steps for core in schedulers),
+            preemptions=sum(core.totals.num_preemptions for core in schedulers),
+            prefix_hits=sum(core.totals.num_prefix_hits for core in schedulers),
+            copies_out=sum(ledger.pool.totals.copies_out for ledger in ledgers),
+            copies_in=sum(ledger.pool.totals.copies_in for ledger in ledgers),
+            starts=self._starts,
+            virtual_ms=self.clock.now_ns // 1_000_000,
+            healed_ms=self._healed_ns // 1_000_000,
+            events=self.clock.num_events,
+            checked=sum(check.num_checked for check in self.checks),
+            messages=self.network.counts,
+        )
+
+
+FAILURES: Final = (AssertionError, StreetcarError)
+"""What a broken history ends with."""

@@ -304,6 +304,44 @@ def test_a_cancel_before_the_acknowledgement_aborts_after_it() -> None:
     assert [abort.message.seq_ids for abort in desk.aborts] == [["r1"]]
 
 
+def test_a_cancel_between_two_submissions_aborts_at_once() -> None:
+    """Found by the simulator (seeds 1, 16, 87): nothing was on its way, so the abort that waited
+    for an answer waited for ever.
+    """
+    desk = Desk()
+    desk.open()
+    desk.handle(SubmitFailed("r1"))
+    desk.handle(CancelAsked("r1"))
+    assert [abort.message.seq_ids for abort in desk.aborts] == [["r1"]]
+
+
+def test_what_a_late_submission_brings_to_life_is_aborted() -> None:
+    desk = Desk()
+    tag = desk.open()
+    desk.epoch += 1
+    desk.beat()
+    desk.updates(tag, 0, [4], end=LENGTH)
+    assert len(desk.submits) == 2 and not desk.aborts, "the second submission is on its way"
+    desk.acknowledge()
+    assert [abort.message.seq_ids for abort in desk.aborts] == [["r1"]]
+
+
+def test_a_cancelled_newcomer_has_a_usage_too() -> None:
+    desk = Desk()
+    desk.handle(CancelAsked("r1"))
+    desk.handle(ticket())
+    (end,) = desk.ends()
+    assert end.usage is not None and end.usage.prompt_tokens == 3
+
+
+def test_cached_tokens_are_never_more_than_the_prompt() -> None:
+    """Of a resubmitted sequence the hit may cover output too."""
+    desk = Desk()
+    tag = desk.open()
+    (end,) = desk.updates(tag, 0, [4, 5], end=LENGTH, cached=4)
+    assert end.usage is not None and end.usage.cached_tokens == 3
+
+
 def test_a_cancel_before_the_acknowledgement_aborts_also_where_that_is_lost() -> None:
     desk = Desk()
     desk.handle(ticket())

@@ -24,7 +24,7 @@ from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.limits import ENDED_SECONDS, MAX_ENDED, MAX_ENDED_BYTES, MAX_ENVELOPE_BYTES
 from services.contracts.public import Encoding, FinishReason, Frame
 from services.contracts.sampling import SamplingParams
-from services.contracts.sequences import AdoptSequences, SubmitSequence
+from services.contracts.sequences import AdoptSequences, SubmitReply, SubmitSequence
 from services.contracts.vectors import unpack
 from tests.unit.admission.streams import ENGINE, SECOND, Desk, Words, ticket
 
@@ -161,6 +161,16 @@ def test_a_new_request_with_an_id_in_use_elsewhere_is_refused() -> None:
     desk.refuse()
     error = desk.ends()[0].error
     assert error is not None and error.code is ErrorCode.DUPLICATE_REQUEST
+
+
+def test_a_request_that_its_own_retry_has_overtaken_is_forgotten_in_silence() -> None:
+    """Found by the simulator (seed 68): a late first sending came after its retry elsewhere, and
+    its client was told that its own request was in its way.
+    """
+    desk = Desk()
+    desk.handle(ticket())
+    desk.handle(SubmitReply("r1", desk.epoch, owned_elsewhere=True, is_same=True))
+    assert not desk.ends() and not desk.core.requests
 
 
 def test_what_was_taken_away_is_not_called_a_duplicate() -> None:

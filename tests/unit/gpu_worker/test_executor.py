@@ -92,6 +92,17 @@ def test_as_many_results_are_kept_as_the_scheduler_keeps_plans() -> None:
     assert states == [PollState.UNKNOWN] * 2 + [PollState.RESULT] * KEPT_PLANS
 
 
+def test_a_step_that_ends_after_an_attach_is_nobodys() -> None:
+    """The runner's thread may take the attach before the loop hears of the step before it."""
+    worker = attached()
+    worker.admit(first())
+    result = worker.run(first())
+    worker.attach(Attach("scheduler-1", "b1", 0))
+    worker.remember(result)
+    worker.admit(plan(1, epoch=2))
+    assert worker.poll(Poll(1, 2, 1)).state is PollState.RUNNING
+
+
 def test_a_new_epoch_forgets_the_old_one() -> None:
     worker = attached()
     worker.admit(first())

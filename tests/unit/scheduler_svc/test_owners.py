@@ -117,7 +117,7 @@ def test_a_living_owner_keeps_what_is_its_own(known: bool) -> None:
     owner = A if known else "admission-new"
     rig.take("r1", owner)
     reply = rig.take("r1", B, tag=77)
-    assert reply.owned_elsewhere and reply.code is None
+    assert reply.owned_elsewhere and reply.code is None and reply.is_same
     assert rig.moved(owner) == []
     rig.handle(AbortAsked(AbortSequences(B, ["r1"]), "inbox"))
     rig.drain()

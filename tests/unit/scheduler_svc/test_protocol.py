@@ -10,7 +10,7 @@ from scheduler_svc.events import Note, WorkerSilent
 from scheduler_svc.pipeline import POLL_AFTER_NS
 from services.contracts.beats import Beat, KvPoolLoad, ServiceKind, StreamMark, WorkerLoad
 from services.contracts.errors import ErrorCode, InvariantError
-from services.contracts.kv import KvDelta, KvSnapshot
+from services.contracts.kv import KvDelta, KvSnapshot, KvStatus, LeaseReply
 from services.contracts.public import FinishReason
 from services.contracts.sampling import SamplingParams
 from services.contracts.sequences import Logprobs
@@ -190,12 +190,34 @@ def test_a_higher_epoch_of_the_same_generation_supersedes() -> None:
         rig.core.handle(msgspec.structs.replace(result, epoch=rig.epoch + 1), 0)
 
 
-def test_a_ledger_that_knows_a_higher_epoch_makes_it_attach_above() -> None:
+def test_a_ledger_that_knows_a_higher_epoch_of_a_worker_before_makes_it_attach_above() -> None:
     rig = _running()
-    pool = KvPoolLoad("engine-0", 1, 41, 64, 0, 0, 0, False)
+    pool = KvPoolLoad("engine-0", 0, 41, 64, 0, 0, 0, False)
     rig.handle(Beat(ServiceKind.KV_STORE, "kv-0", pools=[pool]))
     rig.tick()
     assert rig.last(Attach).epoch_seen == 41
+
+
+@pytest.mark.parametrize("by", ["ledger's beat", "lease reply", "worker's beat"])
+def test_whoever_knows_a_higher_epoch_of_this_worker_supersedes(by: str) -> None:
+    """Found by the simulator (seeds 75, 90, 144): two schedulers attached in turn for ever, and an
+    idle one never noticed.
+    """
+    rig = _running()
+    pool = KvPoolLoad("engine-0", 1, 41, 64, 0, 0, 0, False)
+    event = {
+        "ledger's beat": Beat(ServiceKind.KV_STORE, "kv-0", pools=[pool]),
+        "lease reply": LeaseReply(1, 41, 7, KvStatus.STALE),
+        "worker's beat": _worker_beat(1, 41),
+    }[by]
+    with pytest.raises(InvariantError, match="has taken over"):
+        rig.core.handle(event, 0)
+
+
+def test_a_late_beat_of_the_worker_before_changes_nothing() -> None:
+    rig = _running()
+    rig.handle(_worker_beat(0, 99))
+    assert rig.core.link.is_ready
 
 
 def test_a_ledger_that_missed_a_delta_gets_a_snapshot() -> None:
