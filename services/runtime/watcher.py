@@ -59,7 +59,8 @@ class Watcher:
         self._waited_s = waited_s
         self._waited_at_beat: dict[str, float] = {}
         self._client = Client()
-        self._ping: asyncio.Future[None] | None = None
+        self._ping: asyncio.Task[None] | None = None
+        self._pings: set[asyncio.Task[None]] = set()
 
     async def run(self, url: str, subjects: Subjects) -> None:
         """Until cancelled."""
@@ -68,9 +69,9 @@ class Watcher:
             await self._client.subscribe(subjects.any_beat(), cb=self._on_beat)
             await self._watch()
         finally:
-            if self._ping is not None:
-                self._ping.cancel()
             await self._client.close()
+            for ping in self._pings:
+                ping.cancel()
 
     async def _connect(self, url: str) -> None:
         while True:
@@ -126,7 +127,9 @@ class Watcher:
         word, at the answer to a ping that was cancelled.
         """
         if self._ping is None or self._ping.done():
-            self._ping = asyncio.ensure_future(self._client.flush(timeout=PING_KEPT_S))
+            self._ping = asyncio.create_task(self._client.flush(timeout=PING_KEPT_S))
+            self._pings.add(self._ping)
+            self._ping.add_done_callback(self._pings.discard)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
                 await asyncio.shield(self._ping)
@@ -135,10 +138,8 @@ class Watcher:
         return self._client.is_connected
 
     async def _on_reconnected(self) -> None:
-        """What was asked of the server before this one will not be answered."""
-        if self._ping is not None:
-            self._ping.cancel()
-            self._ping = None
+        """What was asked of the server before this one will not be answered, and is left alone."""
+        self._ping = None
 
     async def _on_beat(self, message: Msg) -> None:
         try:

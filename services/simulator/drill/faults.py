@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ READY_TIMEOUT_S: Final = 120.0
 HANG_TIMEOUT_S: Final = 15.0
 STATE_TIMEOUT_S: Final = 2.0
 MAX_TRIES: Final = 3
-_POLL_S: Final = 0.01
+_POLL_S: Final = 0.03
 _STOPPED: Final = {"T", "t"}
 
 
@@ -43,10 +44,17 @@ class Injector:
         self._watch = watch
         self._mesh = mesh
         self.expected_deaths: list[Seen] = []
+        self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def inject(self, fault: Fault) -> Outcome:
-        """Do it, and wait for its proof and for the service's return."""
-        await self._until_running(fault.service)
+        """Do it, and wait for its proof and for the service's return; one at a time of a service,
+        or they would take each other's proof.
+        """
+        async with self._one_at_a_time[fault.service]:
+            await self._until_running(fault.service)
+            return await self._inject(fault)
+
+    async def _inject(self, fault: Fault) -> Outcome:
         match fault.kind:
             case Kind.KILL:
                 return await self._signal(fault, signal.SIGKILL, "was ended by SIGKILL")

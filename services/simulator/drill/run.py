@@ -78,7 +78,7 @@ def draw_settings(model: str, rng: random.Random, run_dir: Path) -> tuple[Settin
         "run_dir": str(run_dir),
     }
     if model == STUB:
-        drawn["step_ms"] = rng.choice([2.0, 5.0])
+        drawn["step_ms"] = rng.choice([5.0, 10.0])
         return Settings(worker="stub", served_name=STUB, **common, **drawn), drawn
     return Settings(model=model, dtype="float32", **common, **drawn), drawn
 

@@ -29,11 +29,13 @@ class _Rig:
     def __init__(self, bus: NatsServer) -> None:
         self.bus = bus
         self.hung: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
         self.bus_hung = asyncio.Event()
         self.watcher = Watcher(
             {(ServiceKind.KV_STORE, "kv-0"): "kv_store"},
             lambda name, _silent_s: self.hung.append(name),
             lambda _silent_s: self.bus_hung.set(),
+            lambda _name: 0.0,
         )
         self.watcher.heartbeats.expect("kv_store")
 
@@ -73,6 +75,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[_Rig]:
             asyncio.create_task(rig.watcher.run(bus.url, NAMES)),
         ]
         await rig.until_heard_anew()
+        rig.tasks = tasks
         yield rig
         for task in tasks:
             task.cancel()
@@ -114,6 +117,22 @@ async def test_a_hung_bus_is_named_and_its_services_are_not(rig: _Rig) -> None:
         await rig.bus.start()
         await rig.until_heard_anew()
     assert not rig.hung
+
+
+async def test_a_new_bus_does_not_end_the_watching(rig: _Rig) -> None:
+    """A ping was under way when the old one went."""
+    for _ in range(3):
+        os.kill(rig.bus.pid, signal.SIGSTOP)
+        ping = rig.watcher._ping
+        async with asyncio.timeout(WAIT_S):
+            while rig.watcher._ping is ping or rig.watcher._ping is None:
+                await asyncio.sleep(0.005)
+        rig.bus.kill()
+        await rig.bus.wait()
+        await rig.bus.start()
+        await rig.until_heard_anew()
+    assert await rig.watcher._bus_answers()
+    assert not any(task.done() for task in rig.tasks)
 
 
 async def test_a_service_that_falls_silent_is_named(
