@@ -23,7 +23,7 @@ from .lease import Lease
 from .load import scheduled_requests
 from .policies import Policies
 from .policies.batching import Door, group_due_ns, may_join
-from .policies.fit import peak_tokens, watermark_blocks
+from .policies.fit import watermark_blocks
 from .policies.margin import OutputLengths
 from .policies.queueing import TokenCounters, may_pass, next_in_line
 from .policies.step_kind import DECODE, MIXED, PREFILL, Ballot, Kind, choose_kind, wants_prefill
@@ -357,7 +357,7 @@ class Planner:
         tokens = min(seq.num_tokens + 1, seq.max_total_tokens - 1)
         needed = seq.num_blocks_for(tokens, block_size) - len(seq.block_ids)
         free = lease.num_usable - lease.num_held - max(0, owed)
-        margin = watermark_blocks(lease.num_usable, self.lanes.num_active)
+        margin = watermark_blocks(lease.num_usable, self.lanes.num_active, self.policies.watermark)
         if needed + margin > free:
             return False
         return self.policies.margin == "watermark" or self._peak_fits(seq)
@@ -371,14 +371,14 @@ class Planner:
         tokens = np.append(lanes.tokens[running], seq.num_tokens).astype(np.int32)
         limit = np.append(lanes.limit[running], seq.max_total_tokens).astype(np.int32)
         prompt = np.append(lanes.prompt_tokens[running], seq.num_prompt_tokens).astype(np.int32)
-        more = self.experience.outputs.expected_more(tokens - prompt, limit - tokens)
         # Shared prefixes are held once: count what is held, not what is named.
         block_size = self.lease.block_size
         named = int(lanes.capacity[running].sum()) + len(seq.block_ids) * block_size
         share = min(1.0, self.lease.num_held * block_size / max(1, named))
-        # Rounding up to whole blocks costs half a block each, and a mean is exceeded half the time.
-        rounding = len(tokens) * block_size
-        peak = peak_tokens((tokens * share).astype(np.int32), more) + rounding
+        held = (tokens * share).astype(np.int32)
+        peak = self.experience.outputs.peak_tokens(held, tokens - prompt, limit - tokens)
+        # Rounding up to whole blocks costs half a block each.
+        peak += len(tokens) * block_size // 2
         return peak <= self.lease.num_usable * block_size
 
     def _has_first_slot(self, seq: Sequence) -> bool:

@@ -27,7 +27,8 @@ class Policies:
 
     batching: when waiting sequences may join (batching.py). step_kind: what a step may hold
     (step_kind.py). queue: who is next (queueing.py; a lower priority number always goes first).
-    margin: how much of the pool an admission must leave (margin.py). itl_target_ms: 0 for a fixed
+    margin: how much of the pool an admission must leave (margin.py); watermark: the share that it
+    leaves at least (fit.py). itl_target_ms: 0 for a fixed
     token budget, else the inter-token time that the budget is fitted to (token_budget.py).
     batch_size, max_delay_ms: of static and dynamic groups; 0 for the batch size means all lanes.
     prefill_attempt_interval, prefill_any_attempt_interval: decode steps between prefill attempts of
@@ -39,6 +40,7 @@ class Policies:
     step_kind: StepKind = "mixed"
     queue: Queue = "first-come"
     margin: Margin = "learned"
+    watermark: float = 0.01
     itl_target_ms: float = 0.0
     batch_size: int = 0
     max_delay_ms: float = 50.0

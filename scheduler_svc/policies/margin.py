@@ -14,6 +14,10 @@ from services.contracts.vectors import Int32Array
 
 WINDOW: Final = 512
 MIN_LEARNED: Final = 4
+# Where the peak is looked for, in expected remaining lengths.
+FRACTIONS: Final = (0.25, 0.5, 1.0, 2.0)
+# Standard deviations above what is expected, which is exceeded half the time.
+SPREAD: Final = 2.5
 
 
 class OutputLengths:
@@ -53,3 +57,27 @@ class OutputLengths:
         mean = self._suffix_sums[first] // np.maximum(num_longer, 1) - outputs
         more = np.where(num_longer > 0, np.maximum(mean, 1), half)
         return np.minimum(more, at_most).astype(np.int32)
+
+    def peak_tokens(self, tokens: Int32Array, outputs: Int32Array, at_most: Int32Array) -> int:
+        """Most tokens that sequences will hold at once from now on, as far as can be told.
+
+        tokens, outputs, at_most: int32 [n], what each holds, has put out, and may still add. Of
+        those finished outputs that were longer than its own, a share was longer by `ahead` or more:
+        so likely is a sequence still there then, and has grown by `ahead`. With outputs of 50, two
+        sequences that hold 10 and 50, and have put out 0 and 40: the peak is 20 + 60, just before
+        the second ends. Past the longest output known a sequence is taken to run half of what it
+        may.
+        """
+        more = self.expected_more(outputs, at_most)
+        first = np.searchsorted(self._sorted, outputs, side="right")
+        num_longer = len(self._sorted) - first
+        peak = float(tokens.sum())
+        typical = np.sort(more)[[0, len(more) // 2, -1]].tolist()
+        for ahead in {max(1, round(fraction * some)) for fraction in FRACTIONS for some in typical}:
+            num_left = len(self._sorted) - np.searchsorted(self._sorted, outputs + ahead)
+            known = num_left / np.maximum(num_longer, 1)
+            share = np.where(num_longer > 0, known, ahead <= more) * (ahead <= at_most)
+            grown = tokens + float(ahead)
+            variance = (share * (1 - share) * grown * grown).sum()
+            peak = max(peak, float((share * grown).sum() + SPREAD * np.sqrt(variance)))
+        return round(peak)

@@ -62,6 +62,7 @@ class ClusterOptions:
     cache_watermark: Annotated[float | None, _knob("cache_watermark")] = None
     queue: Annotated[str | None, _knob("queue")] = None
     margin: Annotated[str | None, _knob("margin")] = None
+    watermark: Annotated[float | None, _knob("watermark")] = None
     itl_target_ms: Annotated[float | None, _knob("itl_target_ms")] = None
     worker: Annotated[str | None, _knob("worker")] = None
     step_ms: Annotated[float | None, _knob("step_ms")] = None

@@ -66,6 +66,14 @@ def frontier(
     return _simulate("frontier", options, json, html, png)
 
 
+@sim.command(name="kv-pressure")
+def kv_pressure(
+    options: SimOptions = _NO_OPTIONS, *, json: Json = False, html: Html = None, png: Png = None
+) -> int:
+    """A pool of half of what all lanes would hold: the learned margin, fixed ones, host memory."""
+    return _simulate("kv-pressure", options, json, html, png)
+
+
 @sim.command(name="faults")
 def faults(*, seed: int = 1, count: int = 1, json: bool = False) -> int:
     """Replay one history of the fault simulation, or several; status 1 at the first that fails.

@@ -61,6 +61,9 @@ class SimOptions:
     max_num_seqs: Annotated[int | None, _flag(_ENGINE, "lanes")] = None
     max_num_batched_tokens: Annotated[int | None, _flag(_ENGINE, "tokens of a step")] = None
     kv_tokens: Annotated[int | None, _flag(_ENGINE, "tokens that the KV pool holds")] = None
+    host_kv_tokens: Annotated[
+        int | None, _flag(_ENGINE, "tokens that host memory below the pool holds")
+    ] = None
     block_size: Annotated[int | None, _flag(_ENGINE, "tokens of a KV block")] = None
     prefix_caching: Annotated[
         bool | None,
@@ -79,6 +82,9 @@ class SimOptions:
     ] = None
     margin: Annotated[
         Literal["watermark", "learned"] | None, _flag(_POLICIES, "of KV that an admission leaves")
+    ] = None
+    watermark: Annotated[
+        float | None, _flag(_POLICIES, "share of the pool that an admission leaves at least")
     ] = None
     itl_target_ms: Annotated[
         float | None, _flag(_POLICIES, "fit the token budget to it; 0: fixed budget")
@@ -114,6 +120,7 @@ class SimOptions:
 
     def _check_positive(self) -> None:
         may_be_zero = {"rate", "seed", "bus_ms", "itl_target_ms", "base_ms", "max_tokens"}
+        may_be_zero |= {"watermark", "host_kv_tokens"}
         may_be_zero |= {"token_ms", "prompt_token_ms", "kv_token_ms"}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -145,10 +152,13 @@ class SimOptions:
 
     def _engine(self, engine: EngineOptions, step_time: StepTime) -> EngineOptions:
         same = ("max_num_seqs", "max_num_batched_tokens", "kv_tokens", "block_size")
-        more = ("prefix_caching", "bus_ms", "max_tokens")
+        more = ("prefix_caching", "bus_ms", "max_tokens", "host_kv_tokens")
         given = self._given(**{name: name for name in (*same, *more)})
         policies = self._given(
-            **{name: name for name in ("step_kind", "queue", "margin", "itl_target_ms")}
+            **{
+                name: name
+                for name in ("step_kind", "queue", "margin", "watermark", "itl_target_ms")
+            }
         )
         if "kv_tokens" not in given and (self.gpu or self.size):
             given["kv_tokens"] = self._roofline_kv_tokens()

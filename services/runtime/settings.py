@@ -135,6 +135,9 @@ class Settings:
     margin: str = _knob(
         "learned", "what an admission leaves free", choices=("watermark", "learned")
     )
+    watermark: float = _knob(
+        0.01, "share of the pool that an admission leaves free at least", low=0.0, high=0.9
+    )
     itl_target_ms: float = _knob(
         100.0, "inter-token time that the token budget keeps, ms, 0: fixed", low=0.0, high=60_000.0
     )

@@ -67,6 +67,7 @@ class SimulationStuck(StreetcarError):
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """kv_tokens: size of the pool, rounded down to blocks. bus_ms: latency of one message.
+    host_kv_tokens: of the host memory below it; copy_block_us: what a copy adds to its step.
 
     max_tokens: what every client asks for; its answer ends at its own length with a stop token,
     which the scheduler cannot foresee. 0: each asks for just what it gets, and ends by length.
@@ -81,6 +82,8 @@ class EngineOptions:
     prefix_caching: bool = True
     bus_ms: float = 0.0
     max_tokens: int = 0
+    host_kv_tokens: int = 0
+    copy_block_us: int = 50
 
 
 def run(options: EngineOptions, requests: Sequence[Request]) -> Record:
@@ -192,6 +195,8 @@ class _Engine:
             max_num_seqs=options.max_num_seqs,
             max_model_len=self.max_model_len,
             vocab_size=len(self.requests) + _STOP_TOKEN + 1,
+            host_blocks=options.host_kv_tokens // options.block_size,
+            copy_block_us=options.copy_block_us if options.host_kv_tokens else 0,
         )
 
     @staticmethod
@@ -256,7 +261,9 @@ class _Worker:
         scheduled = self.tracker.apply(plan)
         clock = self.engine.clock
         start_ns = clock.now_ns
-        end_ns = start_ns + max(1, round(self.engine.options.step_time.ms(scheduled.load) * _MS_NS))
+        options = self.engine.options
+        compute_ns = round(options.step_time.ms(scheduled.load) * _MS_NS)
+        end_ns = start_ns + max(1, compute_ns + _num_copies(plan) * options.copy_block_us * 1000)
         times = (queued_ns, start_ns, end_ns)
         clock.at(end_ns, lambda: self._done(plan, scheduled, times))
 
@@ -283,6 +290,11 @@ class _Worker:
         self.engine.later(self.engine.latency_ns, result)
         self._busy = False
         self._start_next()
+
+
+def _num_copies(plan: StepPlan) -> int:
+    """They run before the step computes; each is a pair of int32."""
+    return (len(plan.copies_out) + len(plan.copies_in)) // 8
 
 
 def _index(seq_id: str) -> int:

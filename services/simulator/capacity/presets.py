@@ -2,7 +2,8 @@
 
 deep-dive: 2,000 requests on a 7B model and one H100. five-requests: the batching page's worked
 example. long-prompt: what 8,000 prompt tokens do to those who decode. frontier: latency over
-throughput as `max_num_seqs` and `max_num_batched_tokens` vary.
+throughput as `max_num_seqs` and `max_num_batched_tokens` vary. kv-pressure: half of the KV that
+all lanes would fill; what a margin saves and costs.
 
 Pure.
 """
@@ -257,4 +258,69 @@ FRONTIER: Final = Preset(
     verdict=_frontier_verdict,
 )
 
-PRESETS: Final = {each.name: each for each in (DEEP_DIVE, FIVE_REQUESTS, LONG_PROMPT, FRONTIER)}
+# ---- kv-pressure
+
+WATERMARKS: Final = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+_PRESSED_LANES: Final = 128
+# A request of this workload holds 523 tokens on average while it runs: half of what all lanes want.
+_PRESSED_TOKENS: Final = _PRESSED_LANES * 523 // 2
+
+
+def _kv_pressure_variants(options: EngineOptions) -> list[Variant]:
+    host = replace(options, host_kv_tokens=4 * options.kv_tokens)
+    return [
+        Variant("learned", _with(options, margin="learned")),
+        Variant("learned-host", _with(host, margin="learned")),
+        *(
+            Variant(f"fixed-{share:.0%}", _with(options, margin="watermark", watermark=share))
+            for share in WATERMARKS
+        ),
+        Variant("fixed-1%-host", _with(host, margin="watermark")),
+    ]
+
+
+def _kv_pressure_extra(row: Row) -> dict[str, Any]:
+    summary = row.summary
+    share = summary["recomputed_tokens"] / max(1, summary["computed_tokens"])
+    return {"recomputed_share": round(share, 4)}
+
+
+def _kv_pressure_verdict(rows: Sequence[Row]) -> dict[str, Any]:
+    """best_fixed: the fixed margin, without host tier, with most output tokens per second."""
+
+    def rate(row: Row) -> float:
+        return float(row.summary["output_tokens_per_s"])
+
+    learned = next(row for row in rows if row.variant.name == "learned")
+    fixed = [row for row in rows if not row.variant.options.host_kv_tokens and row is not learned]
+    if not fixed:
+        return {"best_fixed": None}
+    best = max(fixed, key=rate)
+    return {
+        "best_fixed": best.variant.name,
+        "learned_over_best_fixed": round(rate(learned) / rate(best), 4),
+    }
+
+
+KV_PRESSURE: Final = Preset(
+    name="kv-pressure",
+    title="a pool of half of what all lanes would hold",
+    setup=Setup(
+        Workload("sharegpt", count=1000, seed=1),
+        EngineOptions(
+            step_time=LinearStepTime(4.2, 0.023),
+            kv_tokens=_PRESSED_TOKENS,
+            max_num_seqs=_PRESSED_LANES,
+            max_num_batched_tokens=2048,
+            # Clients ask for far more than they get: nobody can count on the limit.
+            max_tokens=2048,
+        ),
+    ),
+    variants=_kv_pressure_variants,
+    extra=_kv_pressure_extra,
+    verdict=_kv_pressure_verdict,
+)
+
+PRESETS: Final = {
+    each.name: each for each in (DEEP_DIVE, FIVE_REQUESTS, LONG_PROMPT, FRONTIER, KV_PRESSURE)
+}

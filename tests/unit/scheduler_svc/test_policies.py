@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.policies import CHOICES, Policies
 from scheduler_svc.policies.batching import STATIC_PATIENCE_NS, Door, group_due_ns, may_join
-from scheduler_svc.policies.fit import never_fits, peak_tokens, watermark_blocks
+from scheduler_svc.policies.fit import never_fits, watermark_blocks
 from scheduler_svc.policies.margin import MIN_LEARNED, WINDOW, OutputLengths
 from scheduler_svc.policies.queueing import (
     MAX_PASSES,
@@ -146,7 +146,7 @@ def test_every_choice_is_named() -> None:
     [(100, 0, 0), (100, 1, 1), (100, 7, 4), (1000, 1, 10), (1001, 1, 11), (3, 1, 1)],
 )
 def test_the_watermark(num_usable: int, num_running: int, blocks: int) -> None:
-    assert watermark_blocks(num_usable, num_running) == blocks
+    assert watermark_blocks(num_usable, num_running, 0.01) == blocks
 
 
 def test_the_last_token_needs_no_slot() -> None:
@@ -158,31 +158,40 @@ def _ints(*values: int) -> Int32Array:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "more", "peak"),
+    ("tokens", "outputs", "peak"),
     [
-        ((), (), 0),
-        ((10,), (5,), 15),
-        ((10, 5), (1, 8), 17),
-        ((10, 5), (8, 1), 18),
-        ((4, 4, 4), (2, 2, 2), 18),
-        ((7, 7), (0, 0), 14),
+        ((10,), (0,), 60),
+        ((10, 10), (0, 0), 120),
+        ((10, 50), (0, 40), 80),
+        ((10, 59), (0, 49), 71),
+        ((2, 20, 40), (0, 18, 38), 98),
     ],
 )
-def test_the_peak(tokens: tuple[int, ...], more: tuple[int, ...], peak: int) -> None:
-    assert peak_tokens(_ints(*tokens), _ints(*more)) == peak
+def test_the_peak_where_all_outputs_are_alike(
+    tokens: tuple[int, ...], outputs: tuple[int, ...], peak: int
+) -> None:
+    """All end after 50: what they hold just before one of them leaves."""
+    lengths = OutputLengths()
+    for _ in range(MIN_LEARNED):
+        lengths.observe(50)
+    room = _ints(*[100] * len(tokens))
+    assert lengths.peak_tokens(_ints(*tokens), _ints(*outputs), room) == peak
 
 
-def test_the_peak_is_that_of_a_step_by_step_count() -> None:
+def test_the_peak_of_outputs_that_differ_is_rarely_exceeded_and_not_far_off() -> None:
     rng = np.random.default_rng(0)
+    drawn = np.maximum(1, rng.lognormal(5.4, 0.95, WINDOW + 40)).astype(np.int32)
+    lengths = OutputLengths()
+    for length in drawn[:WINDOW].tolist():
+        lengths.observe(length)
+    prompts, zeros = _ints(*[150] * 40), _ints(*[0] * 40)
+    expected = lengths.peak_tokens(prompts, zeros, _ints(*[2000] * 40))
+    peaks = []
     for _ in range(100):
-        count = int(rng.integers(1, 6))
-        tokens = rng.integers(1, 20, count).astype(np.int32)
-        more = rng.integers(0, 12, count).astype(np.int32)
-        totals = [
-            int(sum(t + step for t, m in zip(tokens, more, strict=True) if m >= step))
-            for step in range(13)
-        ]
-        assert peak_tokens(tokens, more) == max(totals)
+        ends = rng.choice(drawn, 40)
+        peaks.append(max(int(((150 + t) * (ends >= t)).sum()) for t in range(0, 2000, 10)))
+    assert np.mean(np.array(peaks) > expected) < 0.1
+    assert expected < 1.3 * np.mean(peaks)
 
 
 def test_the_margin_learns_only_from_enough_outputs() -> None:
