@@ -2,8 +2,9 @@
 
 Shares are equal, so the tenant with most is the one furthest above its share; one that is below the
 average keeps what it has for as long as another is above: a flood evicts itself. With one tenant
-this is plain LRU. Every operation is O(1): tenants are filed by how many ids they have, and counts
-move by one.
+this is plain LRU. Of equal shares the one that has been as large for longest gives way, so that
+nobody keeps a share for ever; a flood takes one block of it at most. Every operation is O(1):
+tenants are filed by how many ids they have, and counts move by one.
 
 Pure.
 """

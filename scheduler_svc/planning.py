@@ -1,8 +1,10 @@
 """One step's plan: who advances by how much (DESIGN section 5).
 
-Order: one token for each decoding lane; chunks of sequences that are still catching up, oldest
-first; new sequences while lanes, the token budget and the KV margin allow. A lane without its block
-is held, never waited for. What may differ is asked of `policies/`.
+The batch is rebuilt at every step (iteration-level, in-flight or continuous batching); long prompts
+are cut to the token budget (chunked prefill), and their chunks ride along with the decodes
+(piggybacked). Order: one token for each decoding lane; chunks of sequences that are still catching
+up, oldest first; new sequences while lanes, the token budget and the KV margin allow. A lane
+without its block is held, never waited for. What may differ is asked of `policies/`.
 
 Pure.
 """

@@ -1,4 +1,5 @@
-"""Can a sequence ever run, and may it start now?
+"""Can a sequence ever run, and may it start now? Admitting without a margin preempts all the time:
+thrashing, where recomputation eats the device.
 
 Pure.
 """

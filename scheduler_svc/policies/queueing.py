@@ -1,5 +1,7 @@
 """Who is next? First come, by fit with aging, or fair shares; lower priority numbers go first.
 
+By fit, small ones pass a giant at the head of the line (head-of-line blocking), but not for ever.
+
 Pure.
 """
 

@@ -8,6 +8,7 @@ Pure.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -94,7 +95,8 @@ class OpenRequest:
     give_up_ns: int = 0
     withheld: bool = False
     unheard_ns: int = LISTENING
-    token_ids: list[int] = field(default_factory=list)
+    # Four bytes a token, where a list has nine times as many.
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     num_taken: int = 0
     num_shown: int = 0
     has_more: bool = False
@@ -243,7 +245,7 @@ class OpenRequest:
     def _take(self, end: int) -> bool:
         """Turn the tokens before `end` into text -> True where a stop string has matched."""
         self.has_more = False
-        fresh = self.token_ids[self.num_taken : end]
+        fresh = self.token_ids[self.num_taken : end].tolist()
         ends = not self._stop_ids.isdisjoint(fresh)
         if ends:
             # A stop token ends the sequence and is not part of the answer, nor of its usage.
@@ -274,7 +276,7 @@ class OpenRequest:
             request_id=self.request_id,
             offset=offset,
             text=text,
-            token_ids=self.token_ids[offset : self.num_taken],
+            token_ids=self.token_ids[offset : self.num_taken].tolist(),
             logprobs=self._entries(offset, self.num_taken),
             prompt_logprobs=self._prompt_entries() if offset == 0 else None,
             finish_reason=reason,

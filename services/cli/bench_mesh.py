@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from services.cli.ledger_stop import LedgerStop
 from services.cli.usage import Usage, usage_of
-from services.runtime.priority import give_way
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, load
 
@@ -100,8 +99,6 @@ async def measure(
     decoder = Decoder(StepEvent)
     window = _Window(settings.max_num_seqs)
     max_tokens = settings.max_model_len - PROMPT_TOKENS
-    # It stands for clients, which have machines of their own.
-    give_way()
 
     async def on_step(message: Any) -> None:
         step = decoder.decode(message.data)

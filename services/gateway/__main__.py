@@ -36,7 +36,6 @@ from services.runtime import failpoints
 from services.runtime.bus import Delivery, Handler, NatsBus
 from services.runtime.bus_url import is_loopback, user_of
 from services.runtime.log import configure_logging, get_logger, report_fatal, report_ready
-from services.runtime.priority import give_way
 from services.runtime.problem import Problem
 from services.runtime.settings import Settings, for_service
 from services.runtime.telemetry.sharing import telemetry
@@ -199,5 +198,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    give_way()
     sys.exit(main())

@@ -1,8 +1,8 @@
 """Static batching as the deep dive charges it: padded rows until the last member ends.
 
 A group of `batch_size` requests is one unchunked prefill of all its prompts, then one step for each
-output token of its longest member, always at the full width of the group. This is a formula, not
-the scheduler: the scheduler pads nothing.
+output token of its longest member, always at the full width of the group: the padding tax. This is
+a formula, not the scheduler: the scheduler pads nothing.
 
 Pure: numpy only.
 """

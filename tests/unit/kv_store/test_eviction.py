@@ -74,6 +74,21 @@ def test_a_flood_of_one_tenant_leaves_anothers_share_alone() -> None:
     assert pool.tenant_counts == {b"quiet": 4, b"flood": 6}
 
 
+def test_a_flood_takes_at_most_one_block_of_an_equal_share() -> None:
+    pool = BlockPool(11, 1)
+    _cache(pool, b"quiet", 0, 5)
+    _cache(pool, b"flood", 0, 1000)
+    assert pool.tenant_counts == {b"quiet": 4, b"flood": 6}
+
+
+def test_of_equal_shares_the_older_one_gives_way() -> None:
+    """Or tenants that nobody hears of any more would keep their share, and new ones none."""
+    lru = FairLru(100)
+    for item, tenant in enumerate((b"first", b"second", b"third")):
+        lru.add(item, tenant)
+    assert [lru.pop() for _ in range(3)] == [0, 1, 2]
+
+
 def test_a_quota_caps_what_a_tenant_keeps_cached() -> None:
     pool = BlockPool(11, 1, tenant_share=0.3)
     _cache(pool, b"a", 0, 6)

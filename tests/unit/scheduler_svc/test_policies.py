@@ -27,8 +27,9 @@ from scheduler_svc.policies.step_kind import (
     Ballot,
     Kind,
     choose_kind,
+    wants_prefill,
 )
-from scheduler_svc.policies.token_budget import FIRST_CHUNK, adaptive_budget
+from scheduler_svc.policies.token_budget import FIRST_CHUNK, adaptive_budget, default_budget
 from scheduler_svc.policies.victim import choose_victim
 from scheduler_svc.step_time import StepTimeModel
 from services.contracts.kv import LookupRequest
@@ -217,6 +218,27 @@ def test_old_outputs_are_forgotten() -> None:
     for _ in range(WINDOW):
         outputs.observe(4)
     assert outputs.expected_more(_ints(0), _ints(5000)).tolist() == [4]
+
+
+# ---- the rules of the DeepInfer engine, to the number
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_seqs", "num_speculative_tokens", "tokens"),
+    [(8192, 256, 0, 8192), (2048, 256, 0, 4096), (2048, 4096, 1, 8192)],
+)
+def test_the_default_budget(
+    max_model_len: int, max_num_seqs: int, num_speculative_tokens: int, tokens: int
+) -> None:
+    assert default_budget(max_model_len, max_num_seqs, num_speculative_tokens) == tokens
+
+
+def test_separate_steps_by_their_default_intervals_and_watermark() -> None:
+    policies = Policies(step_kind="separate")
+    assert policies.prefill_attempt_interval == 70
+    assert policies.prefill_any_attempt_interval == 100
+    assert wants_prefill(policies, True, 0.90) and not wants_prefill(policies, True, 0.91)
+    assert not wants_prefill(policies, False, 0.0)
 
 
 # ---- who is next
