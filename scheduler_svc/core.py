@@ -9,7 +9,6 @@ Pure: no clock, no bus; time is `now_ns`, monotonic.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from services.contracts.beats import Beat, EngineLoad, ServiceKind, StreamMark
 from services.contracts.errors import ErrorCode
@@ -18,7 +17,6 @@ from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.contracts.public import FinishReason
 from services.contracts.sequences import AbortReply, AbortSequences, SubmitReply, SubmitSequence
 from services.contracts.step import Attached, Poll, PollReply, PollState, StepEvent, StepResult
-from services.contracts.vectors import unpack
 
 from .ballots import Ballots
 from .batch import Batch
@@ -35,6 +33,7 @@ from .events import (
 )
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
+from .ledger_talk import LedgerTalk
 from .owners import BEAT_NS, Owners, next_part, offer
 from .phases import PhaseLog
 from .planning import Experience, Shape, Step
@@ -48,10 +47,6 @@ from .totals import Totals
 from .updates import UpdateLog
 from .waiting import WaitingQueue
 from .worker_link import WorkerLink
-
-# Newcomers look their prefix up shortly before a lane can be theirs: earlier, their pins would
-# only fill the pool.
-LOOKUPS_AHEAD: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class SchedulerCore:
         self.draining = False
         self.max_model_len = 0
         self.updates = UpdateLog(config.engine)
-        self.batch = self._empty_batch()
+        self._begin_empty()
         self._offer_at_ns = 0
         self._offered_uid = 0
         self._effects: list[Effect] = []
@@ -122,7 +117,7 @@ class SchedulerCore:
         if self.link.is_ready:
             # The time itself may be what was waited for: a group's patience is over.
             self.batch.stir()
-            self._give_up_late(now_ns)
+            self.ledger.give_up_late(now_ns)
             if now_ns >= self.batch.pipeline.poll_at_ns:
                 self._poll(now_ns)
         for seq in self.roster.expired(now_ns):
@@ -145,10 +140,8 @@ class SchedulerCore:
                 self._on_submit(event.message, event.reply, now_ns)
             case AbortAsked():
                 self._on_abort(event.message, event.reply, now_ns)
-            case LookupReply():
-                self._on_lookup(event)
-            case LeaseReply():
-                self._on_lease(event)
+            case LookupReply() | LeaseReply():
+                self._on_ledger(event)
             case Attached():
                 self._on_attached(event, now_ns)
             case PollReply():
@@ -165,21 +158,13 @@ class SchedulerCore:
     def _settle(self, now_ns: int) -> list[Effect]:
         """After every event: plan if it is time, then say what changed, in the order of need."""
         if self.link.is_ready:
-            lease = self.batch.lease
-            if lease.snapshot_due and not lease.copies.are_in_flight:
-                self._send_snapshot()
+            if self.batch.lease.snapshot_due:
+                self._effects.extend(self.ledger.snapshot_if_due(self._known()))
             if not self.draining:
-                self._ask_lookups(now_ns)
+                self._effects.extend(self.ledger.lookups(now_ns))
             self.batch.planner.votes = self.ballots.votes(now_ns)
             self._plan(now_ns)
-            lease.shed()
-            delta = lease.flush()
-            if delta is not None:
-                self._effects.append(delta)
-            # After the delta, which may bring back what the request would lack.
-            ask = lease.ask_lease(now_ns, self.batch.pipeline.next_step_id)
-            if ask is not None and not self.draining:
-                self._effects.append(ask)
+            self._effects.extend(self.ledger.news(now_ns, ask=not self.draining))
         self._effects.extend(self.updates.flush(self.link.generation, self.link.epoch))
         self._effects.extend(self.phases.take())
         effects, self._effects = self._effects, []
@@ -309,7 +294,7 @@ class SchedulerCore:
         if seq.lane != NO_LANE:
             self.batch.vacate(seq)
         elif seq.status is SequenceStatus.WAITING:
-            self._drop_lookup(seq)
+            self.ledger.drop_lookup(seq)
             self.waiting.remove(seq)
         seq.move(SequenceStatus.FINISHED)
         self.experience.suspects.forget(seq)
@@ -369,61 +354,15 @@ class SchedulerCore:
 
     # ---- the ledger
 
-    def _ask_lookups(self, now_ns: int) -> None:
-        lease = self.batch.lease
-        if not len(self.waiting) or not self.config.prefix_caching:
-            return
-        if lease.snapshot_due or not lease.bound:
-            return
-        for seq in self.waiting.head(self.batch.lanes.num_free + LOOKUPS_AHEAD):
-            if seq.looked_up or not seq.reads_cache or not self.batch.may_look_up(seq):
-                continue
-            seq.looked_up = True
-            known = seq.token_ids[: seq.num_tokens]
-            ask = lease.ask_lookup(seq, known, now_ns, self.batch.recompute_block_us)
-            if ask is not None:
-                self.waiting.begin_lookup(seq)
-                self._effects.append(ask)
-                self.totals.num_prefix_queries += len(ask.token_ids) // 4
-
-    def _on_lookup(self, reply: LookupReply) -> None:
+    def _on_ledger(self, reply: LookupReply | LeaseReply) -> None:
         if reply.status is KvStatus.STALE:
             self._on_stale_ledger(reply.generation, reply.epoch)
+        elif not self.link.owns(reply.generation, reply.epoch):
             return
-        if not self.link.owns(reply.generation, reply.epoch):
-            return
-        if reply.status is KvStatus.NEED_SNAPSHOT:
-            if reply.number in self.batch.lease.lookups:
-                self.batch.lease.snapshot_due = True
-            return
-        hits = unpack(reply.block_ids)
-        lease = self.batch.lease
-        seq = lease.close_lookup(reply.number, hits, reply.copies_out, reply.copies_in)
-        if seq is not None:
-            self.waiting.end_lookup(seq)
-            self.totals.num_prefix_hits += len(hits) * lease.block_size
-
-    def _drop_lookup(self, seq: Sequence) -> None:
-        lease = self.batch.lease
-        for number in [n for n, opened in lease.lookups.items() if opened.seq is seq]:
-            self.waiting.end_lookup(lease.give_up_lookup(number))
-
-    def _give_up_late(self, now_ns: int) -> None:
-        lease = self.batch.lease
-        for number in [n for n, opened in lease.lookups.items() if now_ns >= opened.give_up_ns]:
-            self.waiting.end_lookup(lease.give_up_lookup(number))
-            self.batch.stir()
-        if lease.open_lease is not None and now_ns >= lease.open_lease.give_up_ns:
-            lease.give_up_lease()
-            self.batch.stir()
-
-    def _on_lease(self, reply: LeaseReply) -> None:
-        if reply.status is KvStatus.STALE:
-            self._on_stale_ledger(reply.generation, reply.epoch)
-        elif self.link.owns(reply.generation, reply.epoch):
-            awaited = self.batch.lease.on_lease(reply)
-            if awaited and reply.status is KvStatus.NEED_SNAPSHOT:
-                self.batch.lease.snapshot_due = True
+        elif isinstance(reply, LookupReply):
+            self.ledger.on_lookup(reply)
+        else:
+            self.ledger.on_lease(reply)
 
     def _on_stale_ledger(self, generation: int, epoch: int) -> None:
         """The ledger knows a higher epoch: of this generation, which another scheduler has then
@@ -433,15 +372,6 @@ class SchedulerCore:
         if self.link.is_ready and epoch > self.link.epoch:
             self.link.see_epoch(epoch)
             self._detach()
-
-    def _send_snapshot(self) -> None:
-        lease = self.batch.lease
-        for number in list(lease.lookups):
-            self.waiting.end_lookup(lease.give_up_lookup(number))
-        self.batch.prepare_snapshot()
-        lanes = self.batch.lanes
-        holders = [(seq, lanes.known_token_ids(seq)) for seq in self._holders()]
-        self._effects.extend(lease.snapshot(holders))
 
     # ---- the worker
 
@@ -465,7 +395,7 @@ class SchedulerCore:
         lanes = min(config.max_num_seqs, attached.max_num_seqs)
         budget = config.max_num_batched_tokens or default_budget(self.max_model_len, lanes)
         shape = Shape(lanes, self.max_model_len, budget, config.max_join_bytes)
-        self.batch = self._new_batch(pool, shape)
+        self._begin(pool, shape)
         # A new epoch numbers its updates anew; admissions resubmit what they have open there.
         self.updates = UpdateLog(config.engine)
         for seq in self.roster.live():
@@ -497,7 +427,7 @@ class SchedulerCore:
         for seq in self._known():
             self._uproot(seq)
         self.phases.detached()
-        self.batch = self._empty_batch()
+        self._begin_empty()
         self._effects.append(Note("detached", dict(gone)))
 
     def _uproot(self, seq: Sequence) -> None:
@@ -514,12 +444,16 @@ class SchedulerCore:
             seq.move(SequenceStatus.WAITING)
             self.waiting.add(seq)
 
-    def _empty_batch(self) -> Batch:
+    def _begin_empty(self) -> None:
         """Stands in while there is no worker: one lane, no blocks to take."""
-        return self._new_batch(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1, 1))
+        self._begin(Pool(self.config.engine, 0, 0, 2, 1), Shape(1, 1, 1, 1))
 
-    def _new_batch(self, pool: Pool, shape: Shape) -> Batch:
-        return Batch(pool, shape, self.waiting, self.config.policies, self.experience)
+    def _begin(self, pool: Pool, shape: Shape) -> None:
+        config = self.config
+        self.batch = Batch(pool, shape, self.waiting, config.policies, self.experience)
+        self.ledger = LedgerTalk(
+            self.batch, self.waiting, self.totals, prefix_caching=config.prefix_caching
+        )
 
     def _poll(self, now_ns: int) -> None:
         pipeline = self.batch.pipeline

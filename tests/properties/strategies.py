@@ -12,6 +12,7 @@ from services.contracts.ids import ID_PATTERN
 
 _MAX_ITEMS = 3
 _MAX_BYTES = 24
+_MAX_CHARS = 12
 _IDS = st.from_regex(re.compile(r"[A-Za-z0-9_-]{1,12}\Z"), fullmatch=True)
 
 
@@ -43,7 +44,10 @@ def of_type(kind: mi.Type) -> st.SearchStrategy[Any]:
         case mi.StrType(pattern=pattern):
             if pattern and pattern != ID_PATTERN:
                 return st.from_regex(re.compile(pattern), fullmatch=True)
-            return _IDS if pattern else st.text(min_size=kind.min_length or 0, max_size=12)
+            if pattern:
+                return _IDS
+            least = kind.min_length or 0
+            return st.text(min_size=least, max_size=max(least, _MAX_CHARS))
         case mi.BytesType():
             return st.binary(max_size=min(_MAX_BYTES, kind.max_length or _MAX_BYTES))
         case mi.EnumType():
