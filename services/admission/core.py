@@ -16,29 +16,22 @@ Pure: time is `now_ns`, monotonic.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final
 
 from services.contracts.beats import AdmissionLoad, Beat, ServiceKind
 from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.limits import (
     BEAT_PERIOD_MS,
-    CANCEL_TOMBSTONE_SECONDS,
     ENGINE_ABSENCE_SECONDS,
-    MAX_LANES,
-    MAX_TOMBSTONES,
     UNHEARD_SECONDS,
 )
-from services.contracts.public import Encoding, ErrorBody, FinishReason, Frame, Usage
+from services.contracts.public import ErrorBody, FinishReason, Frame, Usage
 from services.contracts.sequences import (
-    AbortSequences,
     AdoptSequences,
     SequenceUpdates,
     SubmitReply,
-    SubmitSequence,
 )
 from services.contracts.streams import Arrival
 from services.contracts.vectors import unpack
@@ -46,7 +39,24 @@ from services.contracts.vectors import unpack
 from .adoption import envelope_of, ticket_of
 from .ended import EndedRequests
 from .engines import Engine, EngineDirectory
+from .events import (
+    Abort,
+    BeatSent,
+    CancelAsked,
+    Cancelled,
+    DrainAsked,
+    Effect,
+    Event,
+    Flush,
+    ResumeAsked,
+    SendFrame,
+    Submit,
+    SubmitFailed,
+    Unheard,
+)
 from .open_request import LISTENING, OpenRequest, Ticket, Vocabulary
+from .request_table import RequestTable, Tombstones
+from .submissions import Submissions
 
 TICK_NS: Final = 50_000_000
 SUBMIT_RETRY_NS: Final = 250_000_000
@@ -56,103 +66,9 @@ DEADLINE_GRACE_NS: Final = 500_000_000
 UNHEARD_NS: Final = UNHEARD_SECONDS * 1_000_000_000
 # Sooner than the scheduler's suspicion, three periods, by more than a message takes.
 DOUBT_AFTER_NS: Final = 5 * BEAT_PERIOD_MS * 1_000_000 // 2
-MAX_TAG: Final = 2**31 - 1
 # Refusals of an engine that is between two workers or two schedulers, or has to sort itself.
 _PASSING: Final = (ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.QUEUE_FULL)
 NEVER_NS: Final = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class CancelAsked:
-    """`reply`: where the owner answers, or empty."""
-
-    request_id: str
-    reply: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeAsked:
-    """Its client has `offset` output tokens and wants those after them."""
-
-    request_id: str
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unheard:
-    """Nobody listened where a frame of the request went."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class BeatSent:
-    """Our own beat has gone out."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitFailed:
-    """No answer to a submission."""
-
-    seq_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """Show what has come: of the `most` requests whose news have waited longest, or of all."""
-
-    most: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Take no new requests; those here run to their end."""
-
-
-Event: TypeAlias = (
-    Ticket
-    | SubmitReply
-    | SubmitFailed
-    | SequenceUpdates
-    | AdoptSequences
-    | CancelAsked
-    | ResumeAsked
-    | Unheard
-    | Beat
-    | BeatSent
-    | Flush
-    | DrainAsked
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SendFrame:
-    reply: str
-    encoding: Encoding
-    frame: Frame
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    engine: str
-    message: SubmitSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    engine: str
-    message: AbortSequences
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The request was open here, and has ended."""
-
-    request_id: str
-    reply: str
-
-
-Effect: TypeAlias = SendFrame | Submit | Abort | Cancelled
 
 
 class AdmissionCore:
@@ -165,21 +81,22 @@ class AdmissionCore:
         self.vocabularies = vocabularies
         self.max_open = max_open
         self.engines = EngineDirectory()
-        self.requests: dict[str, OpenRequest] = {}
+        self.table = RequestTable()
         self.ended = EndedRequests()
         self.draining = False
         self.leaving = False
-        self._by_tag: dict[int, OpenRequest] = {}
-        self._next_tag = 0
-        self._news: dict[str, OpenRequest] = {}
-        self._aborts: dict[str, list[str]] = {}
-        self._tombstones: OrderedDict[str, int] = OrderedDict()
-        self._in_air: dict[str, list[str]] = {}
+        self._tombstones = Tombstones()
+        self._submissions = Submissions(admission_id)
         self._tick_at_ns = 0
         self._now_ns = 0
         self._beat_ns = NEVER_NS
         self._in_doubt = False
         self._effects: list[Effect] = []
+
+    @property
+    def requests(self) -> Mapping[str, OpenRequest]:
+        """Open ones by id."""
+        return self.table.by_id
 
     # ---- entry
 
@@ -215,15 +132,15 @@ class AdmissionCore:
     def tick(self, now_ns: int) -> list[Effect]:
         self._see_time(now_ns)
         lost = self.engines.lost(now_ns)
-        for request in list(self.requests.values()):
+        for request in self.table:
             if request.submitted and request.engine_id in lost:
                 self._leave_engine(request, now_ns)
             elif not request.submitted and now_ns >= request.submit_at_ns:
-                self._in_air.pop(request.request_id, None)
+                self._submissions.lost(request.request_id)
                 self._submit_again(request, now_ns)
             elif now_ns >= _deadline_ns(request) and not request.withheld:
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
-        self._forget_tombstones(now_ns)
+        self._tombstones.forget_old(now_ns)
         self.ended.forget_old(now_ns)
         self._tick_at_ns = now_ns + TICK_NS
         return self._out()
@@ -235,7 +152,7 @@ class AdmissionCore:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news or self._aborts)
+        return bool(self.table.news) or self._submissions.has_aborts
 
     # ---- requests come and go
 
@@ -250,7 +167,7 @@ class AdmissionCore:
         elif known is not None:
             text = f"request_id {ticket.request_id} is in use by a running request"
             self._refuse(ticket, ErrorCode.DUPLICATE_REQUEST, text)
-        elif self._tombstones.pop(ticket.request_id, None) is not None:
+        elif self._tombstones.take(ticket.request_id):
             frame = Frame(
                 request_id=ticket.request_id,
                 offset=0,
@@ -283,7 +200,6 @@ class AdmissionCore:
         request = OpenRequest(
             ticket=ticket,
             vocabulary=self.vocabularies[ticket.model],
-            tag=self._take_tag(),
             arrival_ns=now_ns,
             engine_id=engine_id,
             envelope=envelope,
@@ -291,8 +207,7 @@ class AdmissionCore:
             give_up_ns=now_ns + SUBMIT_GIVE_UP_NS,
         )
         self.ended.drop(ticket.request_id)
-        self.requests[ticket.request_id] = request
-        self._by_tag[request.tag] = request
+        self.table.add(request)
         if engine_id:
             self._submit(request, now_ns)
 
@@ -310,7 +225,7 @@ class AdmissionCore:
                 self._submit(request, now_ns)
         request.unheard_ns = LISTENING
         request.rewind(0)
-        self._news[request.request_id] = request
+        self.table.news[request.request_id] = request
 
     def _submit(self, request: OpenRequest, now_ns: int) -> None:
         request.submitted = False
@@ -318,7 +233,7 @@ class AdmissionCore:
         # The shell answers each submission with a reply or a failure; this is for one that it
         # loses.
         request.submit_at_ns = now_ns + SUBMIT_GIVE_UP_NS
-        self._in_air.setdefault(request.request_id, []).append(request.engine_id)
+        self._submissions.sent(request.request_id, request.engine_id)
         message = request.submission(self.admission_id, now_ns)
         self._effects.append(Submit(request.engine_id, message))
 
@@ -342,19 +257,16 @@ class AdmissionCore:
         if engine is None:
             self._fail(request, ErrorCode.NO_WORKER, f"no worker serves {model} any more")
             return
-        self._aborts.setdefault(request.engine_id, []).append(request.request_id)
+        self._submissions.abort(request.request_id, request.engine_id)
         self._move(request, engine.engine_id)
         self._submit(request, now_ns)
 
     def _move(self, request: OpenRequest, engine_id: str) -> None:
-        """To another engine, under another tag: what the one before still says is nobody's."""
-        del self._by_tag[request.tag]
-        request.tag = self._take_tag()
-        self._by_tag[request.tag] = request
+        self.table.rename(request)
         request.engine_id = engine_id
 
     def _on_submit_reply(self, reply: SubmitReply, now_ns: int) -> None:
-        self._landed(reply.seq_id)
+        self._submissions.answered(reply.seq_id, wanted=reply.seq_id in self.requests)
         request = self.requests.get(reply.seq_id)
         if request is None:
             return
@@ -362,17 +274,17 @@ class AdmissionCore:
             self._lose(request, is_same=reply.is_same)
         elif reply.code is None:
             request.submitted = request.accepted = True
-            if request.withheld and reply.seq_id not in self._in_air:
+            if request.withheld and not self._submissions.is_in_air(reply.seq_id):
                 # The answer to the last submission, so to one of after the sleep.
                 request.withheld = False
-                self._news[request.request_id] = request
+                self.table.news[request.request_id] = request
         elif _may_pass(request, reply.code, now_ns):
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
         else:
             self._end(request, request.error_frame(reply.code, reply.message), abort=False)
 
     def _on_submit_failed(self, failed: SubmitFailed, now_ns: int) -> None:
-        self._landed(failed.seq_id)
+        self._submissions.answered(failed.seq_id, wanted=failed.seq_id in self.requests)
         request = self.requests.get(failed.seq_id)
         if request is not None:
             request.submitted = False
@@ -385,7 +297,7 @@ class AdmissionCore:
         A new request that is refused so at once has the id of another one that runs.
         """
         if is_same or request.ticket.retry or request.num_submissions > 1:
-            self._forget(request)
+            self.table.remove(request)
             return
         text = f"request_id {request.request_id} is in use by a running request"
         frame = request.error_frame(ErrorCode.DUPLICATE_REQUEST, text)
@@ -398,14 +310,7 @@ class AdmissionCore:
         if cancel.request_id in self.ended:
             self._effects.append(Cancelled(cancel.request_id, cancel.reply))
             return
-        # It may overtake its request, which is then still being tokenised.
-        self._tombstones[cancel.request_id] = now_ns + CANCEL_TOMBSTONE_SECONDS * 1_000_000_000
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
-
-    def _forget_tombstones(self, now_ns: int) -> None:
-        while self._tombstones and next(iter(self._tombstones.values())) <= now_ns:
-            self._tombstones.popitem(last=False)
+        self._tombstones.bury(cancel.request_id, now_ns)
 
     def _on_resume(self, event: ResumeAsked) -> None:
         """Frames from the offset on; one without tokens where there is nothing new, so that the
@@ -417,7 +322,7 @@ class AdmissionCore:
             request.unheard_ns = LISTENING
             if event.offset < request.num_shown and not request.withheld:
                 request.rewind(event.offset)
-                self._news[event.request_id] = request
+                self.table.news[event.request_id] = request
             elif not request.withheld:
                 frame = Frame(request_id=event.request_id, offset=event.offset)
                 self._send(request, frame)
@@ -445,7 +350,7 @@ class AdmissionCore:
                     self._submit(known, now_ns)
             elif known is not None or seq_id in self.ended:
                 # It runs on another engine, or its client knows the end: nobody wants this one.
-                self._aborts.setdefault(offer.engine, []).append(seq_id)
+                self._submissions.abort(seq_id, offer.engine)
             elif self._has_room and ticket.model in self.vocabularies:
                 self._take(ticket, message.envelope, offer.engine, now_ns)
 
@@ -455,7 +360,7 @@ class AdmissionCore:
 
     def fail_all(self, code: ErrorCode, message: str) -> list[Effect]:
         """The end of a drain that took too long: every open request gets its terminal frame."""
-        for request in list(self.requests.values()):
+        for request in self.table:
             self._fail(request, code, message)
         return self._out()
 
@@ -464,33 +369,14 @@ class AdmissionCore:
 
     def _end(self, request: OpenRequest, frame: Frame, *, abort: bool) -> None:
         """The terminal frame: the only place that ends a request that was opened."""
-        self._forget(request)
+        self.table.remove(request)
         self.ended.keep(request, frame, self._now_ns)
         self._send(request, frame)
-        # An abort might overtake a submission that is on its way.
-        if abort and request.engine_id and request.request_id not in self._in_air:
-            self._aborts.setdefault(request.engine_id, []).append(request.request_id)
-
-    def _forget(self, request: OpenRequest) -> None:
-        del self.requests[request.request_id]
-        del self._by_tag[request.tag]
-        self._news.pop(request.request_id, None)
+        if abort:
+            self._submissions.abort(request.request_id, request.engine_id)
 
     def _send(self, request: OpenRequest, frame: Frame) -> None:
         self._effects.append(SendFrame(request.ticket.reply, request.ticket.encoding, frame))
-
-    def _landed(self, seq_id: str) -> None:
-        """A submission was answered, or will not be: what it brought to life after its request had
-        ended goes.
-        """
-        engines = self._in_air.get(seq_id)
-        if engines is None:
-            return
-        engine_id = engines.pop(0)
-        if not engines:
-            del self._in_air[seq_id]
-            if seq_id not in self.requests:
-                self._aborts.setdefault(engine_id, []).append(seq_id)
 
     def _refuse(self, ticket: Ticket, code: ErrorCode, message: str) -> None:
         frame = Frame(
@@ -518,7 +404,7 @@ class AdmissionCore:
         self._take_updates(updates, now_ns)
 
     def _take_updates(self, updates: SequenceUpdates, now_ns: int) -> None:
-        by_tag, news = self._by_tag, self._news
+        by_tag, news = self.table.by_tag, self.table.news
         for started in updates.started:
             if (request := by_tag.get(started.tag)) is not None:
                 request.num_cached_tokens = started.num_cached_tokens
@@ -553,12 +439,13 @@ class AdmissionCore:
                 news[request.request_id] = request
         for tag in unpack(updates.moved).tolist() if updates.moved else ():
             if (request := by_tag.get(tag)) is not None:
-                self._forget(request)
+                self.table.remove(request)
 
     def _show(self, most: int | None) -> None:
         """A frame for requests with news; acknowledgements and aborts, batched."""
-        for request_id in list(islice(self._news, most)):
-            request = self._news.pop(request_id)
+        news = self.table.news
+        for request_id in list(islice(news, most)):
+            request = news.pop(request_id)
             if request.withheld:
                 continue
             frame = request.frame()
@@ -611,19 +498,8 @@ class AdmissionCore:
                 request.give_up_ns = now_ns + SUBMIT_GIVE_UP_NS
                 self._submit(request, now_ns)
 
-    def _take_tag(self) -> int:
-        self._next_tag = self._next_tag % MAX_TAG + 1
-        while self._next_tag in self._by_tag:
-            self._next_tag = self._next_tag % MAX_TAG + 1
-        return self._next_tag
-
     def _out(self) -> list[Effect]:
-        for engine, seq_ids in self._aborts.items():
-            for start in range(0, len(seq_ids), MAX_LANES):
-                part = seq_ids[start : start + MAX_LANES]
-                message = AbortSequences(admission_id=self.admission_id, seq_ids=part)
-                self._effects.append(Abort(engine, message))
-        self._aborts = {}
+        self._effects.extend(Abort(*abort) for abort in self._submissions.take_aborts())
         effects, self._effects = self._effects, []
         return effects
 
@@ -638,8 +514,8 @@ class AdmissionCore:
         )
 
     def check_invariants(self) -> None:
-        assert len(self.requests) == len(self._by_tag) <= self.max_open
-        assert self._news.keys() <= self.requests.keys()
+        self.table.check_invariants()
+        assert len(self.table) <= self.max_open
 
 
 def _is_again(ticket: Ticket, known: Ticket) -> bool:

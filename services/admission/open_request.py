@@ -84,8 +84,8 @@ class OpenRequest:
 
     ticket: Ticket
     vocabulary: Vocabulary
-    tag: int
     arrival_ns: int
+    tag: int = 0
     engine_id: str = ""
     envelope: bytes = b""
     submitted: bool = False

@@ -24,7 +24,7 @@ from services.contracts.errors import ErrorCode
 from services.contracts.spans import Attribute, SpanKind, TimedSpan
 from services.contracts.trace_context import TraceContext, parse_traceparent
 
-from .core import SendFrame, Submit
+from .events import SendFrame, Submit
 from .open_request import Ticket
 
 SPAN_NAME: Final = "process generate"

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -28,11 +27,9 @@ from services.contracts.ids import MAX_ID_LENGTH, is_id
 from services.contracts.limits import BEAT_PERIOD_MS, MAX_FRAME_DELAY_MS
 from services.contracts.permissions import takes_frames
 from services.contracts.public import (
-    Encoding,
     ErrorBody,
     FinishReason,
     Frame,
-    GenerateRequest,
     decode_resume,
     encode_frame,
     encoding_of,
@@ -67,9 +64,9 @@ from services.runtime.settings import Settings
 from services.runtime.telemetry.recorder import Recorder, new_span_id
 from services.runtime.telemetry.sharing import telemetry
 
-from .core import (
+from .core import AdmissionCore
+from .events import (
     Abort,
-    AdmissionCore,
     BeatSent,
     CancelAsked,
     Cancelled,
@@ -83,22 +80,15 @@ from .core import (
     SubmitFailed,
     Unheard,
 )
-from .engines import ABSENCE_NS
 from .model_text import ModelText, load_model_text
-from .open_request import Ticket
 from .request_spans import Arrival, RequestSpans
-from .validation import ModelLimits, check, decode, prepare
+from .ticket_office import Sender, TicketOffice
+from .validation import decode
 
 SUBMIT_TIMEOUT_S: Final = 1.0
 ABORT_TRIES: Final = 5
 ABORT_TIMEOUT_S: Final = 1.0
 MAX_OPEN_REQUESTS: Final = 16_384
-MAX_TOKENISING: Final = 256
-# Requests that came before an engine had its first worker, and how often each looks for it.
-MAX_EARLY: Final = 1024
-EARLY_LOOK_S: Final = 0.1
-# Below this, a thread costs more than the tokenising.
-INLINE_CHARS: Final = 4096
 DRAIN_S: Final = 3.0
 # A scheduler that lives beats several times in it.
 FIRST_BEAT_S: Final = 1.0
@@ -125,16 +115,13 @@ class AdmissionService:
         self, core: AdmissionCore, text: ModelText, bus: Bus, names: Subjects, recorder: Recorder
     ) -> None:
         self._core = core
-        self._text = text
         self._bus = bus
         self._names = names
         self._recorder = recorder
         self._spans = RequestSpans()
         self._log = get_logger("admission")
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._office = TicketOffice(text, core.engines)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_tokenising = 0
-        self._num_early = 0
         self._flushed_ns = 0
         self._flush_gap_ns = 0
         self._wake_timer: asyncio.TimerHandle | None = None
@@ -198,9 +185,9 @@ class AdmissionService:
         try:
             request = decode(delivery.payload)
             request_id = request_id or f"req-{secrets.token_hex(12)}"
-            model = self._model_of(delivery.subject)
-            ticket = await self._ticket(request, request_id, model, delivery, encoding)
-            ticket = dataclasses.replace(ticket, traceparent=arrival.place.traceparent)
+            model = self._names.tail(delivery.subject, 1)
+            sender = Sender(request_id, delivery.reply, encoding, arrival.place.traceparent)
+            ticket = await self._office.ticket(request, model, sender)
         except RequestError as error:
             frame = Frame(
                 request_id=request_id,
@@ -220,92 +207,6 @@ class AdmissionService:
     def _arrival(self, delivery: Delivery) -> Arrival:
         caller = self._recorder.context(delivery.headers)
         return Arrival(caller.child(new_span_id()), caller.span_id, time.monotonic_ns())
-
-    def _model_of(self, subject: str) -> str:
-        model = self._names.tail(subject, 1)
-        if model != self._text.name:
-            shown = model[:64] if is_id(model[:64]) else repr(model[:64])
-            raise RequestError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"model {shown} is not served here; known: {self._text.name}",
-            )
-        return model
-
-    async def _ticket(
-        self,
-        request: GenerateRequest,
-        request_id: str,
-        model: str,
-        delivery: Delivery,
-        encoding: Encoding,
-    ) -> Ticket:
-        """Check, tokenise, check again. Raises RequestError."""
-        limits = await self._limits(model)
-        check(request, limits)
-        prompt = await self._tokenise(request)
-        prepared = prepare(
-            request,
-            len(prompt),
-            limits,
-            seed=secrets.randbits(63),
-            eos_token_ids=self._text.tokenizer.eos_token_ids,
-        )
-        return Ticket(
-            request_id=request_id,
-            model=model,
-            reply=delivery.reply,
-            encoding=encoding,
-            prompt_token_ids=prompt,
-            max_tokens=prepared.max_tokens,
-            sampling=prepared.sampling,
-            stop_token_ids=prepared.stop_token_ids,
-            stop_strings=prepared.stop_strings,
-            include_stop=request.include_stop_str_in_output,
-            stream=request.stream,
-            salt=request.cache_salt.encode()[:64],
-            priority=request.priority,
-            deadline_ms=request.deadline_ms or 0,
-            retry=request.retry,
-        )
-
-    async def _limits(self, model: str) -> ModelLimits:
-        """Of an engine that is there, or soon will be. Raises RequestError."""
-        engine = self._core.engines.expect(model, time.monotonic_ns())
-        give_up_ns = time.monotonic_ns() + ABSENCE_NS
-        while engine is not None and not engine.max_model_len:
-            # Its first worker is still to come.
-            if time.monotonic_ns() > give_up_ns or self._num_early >= MAX_EARLY:
-                engine = None
-                break
-            self._num_early += 1
-            await asyncio.sleep(EARLY_LOOK_S)
-            self._num_early -= 1
-            engine = self._core.engines.expect(model, time.monotonic_ns())
-        if engine is None:
-            raise RequestError(ErrorCode.NO_WORKER, f"no worker serves {model} at this moment")
-        tokenizer = self._text.tokenizer
-        return ModelLimits(
-            vocab_size=tokenizer.vocab_size,
-            max_model_len=engine.max_model_len,
-            longest_token_bytes=tokenizer.longest_token_bytes,
-        )
-
-    async def _tokenise(self, request: GenerateRequest) -> list[int]:
-        messages = request.messages or ()
-        num_chars = len(request.prompt or "") + sum(len(message.text) for message in messages)
-        if num_chars <= INLINE_CHARS:
-            return list(self._text.prompt_token_ids(request))
-        if self._num_tokenising >= MAX_TOKENISING:
-            raise RequestError(
-                ErrorCode.QUEUE_FULL, f"{MAX_TOKENISING} long prompts are being tokenised already"
-            )
-        self._num_tokenising += 1
-        try:
-            loop = asyncio.get_running_loop()
-            work = self._text.prompt_token_ids
-            return list(await loop.run_in_executor(self._threads, work, request))
-        finally:
-            self._num_tokenising -= 1
 
     def _decoded(self, decoder: codec.Decoder[T], delivery: Delivery) -> T | None:
         try:
@@ -479,7 +380,7 @@ class AdmissionService:
                 await self._perform(effect)
         self._core.leaving = True
         await self._beat()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._office.close()
 
 
 def frame_gap_ns(cost_ns: int) -> int:

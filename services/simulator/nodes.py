@@ -19,6 +19,7 @@ from scheduler_svc import events as sched
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from scheduler_svc.worker_link import Superseded
 from services.admission import core as adm
+from services.admission import events as adm_events
 from services.admission.open_request import Ticket
 from services.admission.validation import ModelLimits, check, decode, prepare
 from services.contracts import codec
@@ -461,7 +462,7 @@ class AdmissionNode(Node):
     def beat(self) -> Beat:
         # The core hears of each beat that went out.
         if not self.bus.outage:
-            self.post(adm.BeatSent())
+            self.post(adm_events.BeatSent())
         return super().beat()
 
     # ---- in
@@ -476,7 +477,7 @@ class AdmissionNode(Node):
 
     def _hear_resume(self, payload: bytes, _answer: Answer) -> None:
         request_id, _, offset = payload.decode().partition(" ")
-        self.post(adm.ResumeAsked(request_id, int(offset)))
+        self.post(adm_events.ResumeAsked(request_id, int(offset)))
 
     def _hear_generate(self, payload: bytes, _answer: Answer) -> None:
         request, encoding = decode(payload), encoding_of(payload)
@@ -495,7 +496,7 @@ class AdmissionNode(Node):
                 finish_reason=FinishReason.ERROR,
                 error=ErrorBody(error.code, error.message),
             )
-            self.perform(adm.SendFrame(reply, encoding, frame))
+            self.perform(adm_events.SendFrame(reply, encoding, frame))
             return
         self.post(ticket)
 
@@ -526,29 +527,29 @@ class AdmissionNode(Node):
         )
 
     def _hear_cancel(self, payload: bytes, _answer: Answer) -> None:
-        self.post(adm.CancelAsked(payload.decode()))
+        self.post(adm_events.CancelAsked(payload.decode()))
 
     # ---- out
 
     def settled(self) -> None:
         while self.core.has_news and self.alive:
-            for effect in self.core.handle(adm.Flush(), self.now_ns):
+            for effect in self.core.handle(adm_events.Flush(), self.now_ns):
                 if self.alive:
                     self.perform(effect)
         super().settled()
 
-    def perform(self, effect: adm.Effect) -> None:
+    def perform(self, effect: adm_events.Effect) -> None:
         match effect:
-            case adm.SendFrame():
+            case adm_events.SendFrame():
                 self._send_frame(effect)
-            case adm.Submit():
+            case adm_events.Submit():
                 self._submit(effect)
-            case adm.Abort():
+            case adm_events.Abort():
                 self._abort(effect, ABORT_TRIES)
-            case adm.Cancelled():
+            case adm_events.Cancelled():
                 self.world.cancelled(effect.request_id)
 
-    def _send_frame(self, effect: adm.SendFrame) -> None:
+    def _send_frame(self, effect: adm_events.SendFrame) -> None:
         frame = effect.frame
         reached = Phase.FIRST_FRAME if frame.offset == 0 else Phase.FRAME
         if frame.finish_reason is not None:
@@ -556,10 +557,10 @@ class AdmissionNode(Node):
         payload = encode_frame(frame, effect.encoding)
         heard = self.bus.publish(self, effect.reply, Envelope("frame", payload, (reached,)))
         if frame.finish_reason is None and not heard and not self.bus.outage:
-            self.after(0, lambda: self.post(adm.Unheard(frame.request_id)))
+            self.after(0, lambda: self.post(adm_events.Unheard(frame.request_id)))
 
-    def _submit(self, effect: adm.Submit) -> None:
-        failed = adm.SubmitFailed(effect.message.seq_id)
+    def _submit(self, effect: adm_events.Submit) -> None:
+        failed = adm_events.SubmitFailed(effect.message.seq_id)
         asking = Asking(
             SUBMIT_TIMEOUT_NS,
             lambda b: self.post(_submit_reply.decode(b)),
@@ -569,7 +570,7 @@ class AdmissionNode(Node):
         payload = codec.encode(effect.message)
         self.bus.request(self, "submit", Envelope("submit", payload, (Phase.SUBMITTED,)), asking)
 
-    def _abort(self, effect: adm.Abort, tries: int) -> None:
+    def _abort(self, effect: adm_events.Abort, tries: int) -> None:
         """Idempotent, and nobody waits for it: tried a few times."""
 
         def again() -> None:

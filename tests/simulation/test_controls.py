@@ -31,7 +31,8 @@ from scheduler_svc.planning import Planner, Step
 from scheduler_svc.sequence import SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
 from scheduler_svc.worker_link import WorkerLink
-from services.admission.core import Abort, AdmissionCore, SendFrame
+from services.admission.core import AdmissionCore
+from services.admission.events import Abort, SendFrame
 from services.contracts.errors import ErrorCode, StreetcarError
 from services.contracts.kv import KvStatus
 from services.contracts.step import StepPlan

@@ -8,14 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from services.admission.core import (
-    Abort,
-    AdmissionCore,
-    Cancelled,
-    Flush,
-    SendFrame,
-    Submit,
-)
+from services.admission.core import AdmissionCore
+from services.admission.events import Abort, Cancelled, Flush, SendFrame, Submit
 from services.admission.open_request import Ticket
 from services.contracts.beats import Beat, EngineLoad, ServiceKind, StreamMark
 from services.contracts.errors import ErrorCode

@@ -5,16 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.admission.core import (
-    DEADLINE_GRACE_NS,
-    SUBMIT_GIVE_UP_NS,
-    SUBMIT_RETRY_NS,
-    BeatSent,
-    CancelAsked,
-    DrainAsked,
-    SubmitFailed,
-)
+from services.admission.core import DEADLINE_GRACE_NS, SUBMIT_GIVE_UP_NS, SUBMIT_RETRY_NS
 from services.admission.engines import LOST_NS
+from services.admission.events import BeatSent, CancelAsked, DrainAsked, SubmitFailed
 from services.contracts.errors import ErrorCode
 from services.contracts.limits import BEAT_PERIOD_MS, ENDED_SECONDS
 from services.contracts.public import Encoding, FinishReason

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.admission.adoption import envelope_of, ticket_of
-from services.admission.core import (
-    DOUBT_AFTER_NS,
-    SUBMIT_RETRY_NS,
-    UNHEARD_NS,
+from services.admission.core import DOUBT_AFTER_NS, SUBMIT_RETRY_NS, UNHEARD_NS
+from services.admission.ended import EndedRequests
+from services.admission.events import (
     BeatSent,
     CancelAsked,
     DrainAsked,
@@ -17,7 +16,6 @@ from services.admission.core import (
     SubmitFailed,
     Unheard,
 )
-from services.admission.ended import EndedRequests
 from services.admission.open_request import OpenRequest, Ticket
 from services.contracts.envelope import Envelope, seal
 from services.contracts.errors import ErrorCode, RequestError

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from services.admission.core import SendFrame, Submit
+from services.admission.events import SendFrame, Submit
 from services.admission.request_spans import SPAN_NAME, Arrival, RequestEnd, RequestSpans
 from services.contracts.errors import ErrorCode
 from services.contracts.public import Encoding, ErrorBody, FinishReason, Frame, Usage
