@@ -247,21 +247,33 @@ def _with_faults(options: Options, rng: random.Random, seed: int) -> Options:
     )
     needed = {strike.phase for strike in strikes}
     faults = _bring_about(faults, needed)
+    # Spread over the faults, so that there is something to hit.
+    options = dataclasses.replace(
+        options,
+        num_requests=max(options.num_requests, 8),
+        mean_arrival_ns=rng.choice([5_000_000, 50_000_000, 300_000_000]),
+        faults=faults,
+    )
+    return _with_room_for(options, needed, rng)
+
+
+def _with_room_for(options: Options, needed: set[Phase], rng: random.Random) -> Options:
+    """A workload in which these phases come."""
     if Phase.PREEMPTED in needed or Phase.COPYING in needed:
-        options = crowded(options, rng)
+        options = dataclasses.replace(crowded(options, rng), mean_arrival_ns=1_000_000)
     if Phase.PREEMPTED in needed:
         # Short prompts are let in, and then all grow.
         policies = Policies(margin="watermark")
         options = dataclasses.replace(options, max_prompt=4, max_output=20, policies=policies)
     if Phase.CANCELLED in needed:
         options = dataclasses.replace(options, cancel=0.5)
-    # Spread over the faults, so that there is something to hit.
-    return dataclasses.replace(
-        options,
-        num_requests=max(options.num_requests, 8),
-        mean_arrival_ns=rng.choice([5_000_000, 50_000_000, 300_000_000]),
-        faults=faults,
-    )
+    if needed & {Phase.FRAME, Phase.ADOPTED} and options.max_output < 20:
+        longer = dict(max_prompt=10, max_output=20, max_model_len=30, num_blocks=61, block_size=2)
+        options = dataclasses.replace(options, **longer)
+    if Phase.ADOPTED in needed:
+        # Longer than it takes until an admission is missed.
+        options = dataclasses.replace(options, step_base_ns=100_000_000, cancel=0.0)
+    return options
 
 
 def _bring_about(faults: FaultOptions, needed: set[Phase]) -> FaultOptions:
