@@ -268,8 +268,9 @@ def _with_room_for(options: Options, needed: set[Phase], rng: random.Random) -> 
     if Phase.CANCELLED in needed:
         options = dataclasses.replace(options, cancel=0.5)
     if needed & {Phase.FRAME, Phase.ADOPTED} and options.max_output < 20:
-        longer = dict(max_prompt=10, max_output=20, max_model_len=30, num_blocks=61, block_size=2)
-        options = dataclasses.replace(options, **longer)
+        options = dataclasses.replace(
+            options, max_prompt=10, max_output=20, max_model_len=30, num_blocks=61, block_size=2
+        )
     if Phase.ADOPTED in needed:
         # Longer than it takes until an admission is missed.
         options = dataclasses.replace(options, step_base_ns=100_000_000, cancel=0.0)
