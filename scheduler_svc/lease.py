@@ -198,6 +198,18 @@ class Lease:
             del self.spare[:surplus]
             self._exhaustion_outdated()
 
+    def make_room(self, num_blocks: int) -> KvDelta | None:
+        """Give up to `num_blocks` spare blocks back, half of them at most, for content that the
+        ledger is to bring in from host memory -> the delta, to go out before that lookup.
+        """
+        given = min(num_blocks, len(self.spare) // 2)
+        if not self.pool.host_blocks or not given:
+            return None
+        self._draft.released.extend(self.spare[:given])
+        del self.spare[:given]
+        self._exhaustion_outdated()
+        return self.flush()
+
     # ---- requests to the ledger
 
     def ask_lookup(

@@ -47,7 +47,7 @@ class LedgerTalk:
 
     # ---- out
 
-    def lookups(self, now_ns: int) -> Iterator[LookupRequest]:
+    def lookups(self, now_ns: int) -> Iterator[KvDelta | LookupRequest]:
         """For those who may soon have a lane."""
         lease, batch = self._lease, self._batch
         if not len(self._waiting) or not self._prefix_caching:
@@ -60,10 +60,14 @@ class LedgerTalk:
             seq.looked_up = True
             known = seq.token_ids[: seq.num_tokens]
             ask = lease.ask_lookup(seq, known, now_ns, batch.recompute_block_us)
-            if ask is not None:
-                self._waiting.begin_lookup(seq)
-                self._totals.num_prefix_queries += len(ask.token_ids) // 4
-                yield ask
+            if ask is None:
+                continue
+            if seq.num_preemptions and (delta := lease.make_room(len(seq.hashes))) is not None:
+                # Its content may be in host memory by now, and the lease has all that is free.
+                yield delta
+            self._waiting.begin_lookup(seq)
+            self._totals.num_prefix_queries += len(ask.token_ids) // 4
+            yield ask
 
     def snapshot_if_due(self, holders: Iterable[Sequence]) -> list[KvSnapshot]:
         """Everything that `holders` hold, once no copy is in flight."""

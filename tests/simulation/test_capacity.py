@@ -227,11 +227,13 @@ def test_the_learned_margin_recomputes_less_than_the_watermark() -> None:
 def test_under_kv_pressure_the_learned_margin_is_near_the_best_fixed_one() -> None:
     setup = KV_PRESSURE.setup
     requests = dataclasses.replace(setup.workload, count=400).requests()
-    wanted = ("learned", "fixed-5%", "fixed-10%")
+    wanted = ("learned", "learned-host", "fixed-5%", "fixed-10%")
     variants = [v for v in KV_PRESSURE.variants(setup.engine) if v.name in wanted]
     rows = list(compare(variants, requests, KV_PRESSURE.extra))
     assert rows[0].variant.name == "learned" and rows[0].summary["recomputed_share"] < 0.05
     assert KV_PRESSURE.verdict(rows)["learned_over_best_fixed"] > 0.95
+    share = {row.variant.name: row.summary["recomputed_share"] for row in rows}
+    assert share["learned-host"] < share["learned"]
 
 
 def test_bus_latency_delays_the_first_token_and_hides_behind_the_steps() -> None:

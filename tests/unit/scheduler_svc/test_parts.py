@@ -109,8 +109,10 @@ def test_the_reserve_follows_how_fast_blocks_go() -> None:
     assert reserve_blocks(0, 0, 16) == 0
 
 
-def _lease(granted: list[int], *, low_water: int = 4, available: int = 9) -> Lease:
-    lease = Lease(Pool("engine-0", 1, 1, 33, 2), low_water)
+def _lease(
+    granted: list[int], *, low_water: int = 4, available: int = 9, host_blocks: int = 0
+) -> Lease:
+    lease = Lease(Pool("engine-0", 1, 1, 33, 2, host_blocks), low_water)
     ask = lease.ask_lease(0, 1)
     assert ask is not None and ask.num_blocks == low_water
     assert lease.on_lease(LeaseReply(1, 1, ask.number, KvStatus.OK, pack(granted), available))
@@ -124,6 +126,15 @@ def test_taking_more_than_there_is_is_a_shortage() -> None:
     assert lease.shortage == 2 and sorted(seq.block_ids) == [1, 2, 3]
     assert lease.num_held == 3 and not lease.spare
     lease.check_invariants([seq])
+
+
+def test_half_of_the_spare_blocks_make_room_for_content_from_host_memory() -> None:
+    assert _lease([1, 2, 3, 4]).make_room(9) is None, "there is no host memory"
+    lease = _lease([1, 2, 3, 4], host_blocks=8)
+    delta = lease.make_room(9)
+    assert delta is not None and len(lanes_of(delta.released)) == 2 == len(lease.spare)
+    assert lease.make_room(1) is not None and lease.make_room(1) is None
+    lease.check_invariants([])
 
 
 def test_committed_blocks_go_to_the_ledger_and_others_back_to_spare() -> None:
