@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, Final
 
 from services.simulator.drill.checker import Outcome, Verdict
+from services.simulator.drill.schedule import Kind
 
 SLOWEST: Final = 5
 
@@ -49,6 +51,14 @@ def as_dict(
                 :SLOWEST
             ]
         ],
+        "noticed_last": [
+            f"{o.noticed_s:.2f} s after {o.fault.service} {o.fault.label}, fault {number}"
+            for number, o in sorted(
+                enumerate(outcomes), key=lambda item: -(item[1].noticed_s or 0)
+            )[:SLOWEST]
+            if o.noticed_s is not None
+        ],
+        "crash_noticed_p50_s": _median_notice(outcomes),
         "not_verified": [
             f"{o.fault.service} {o.fault.label}: {o.evidence}" for o in outcomes if not o.verified
         ],
@@ -68,7 +78,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     text = [f"{'seed':<22} {report['seed']}", f"{'options':<22} {_pairs(report['options'])}"]
     for service, counts in report["faults_by_service"].items():
         text.append(f"{'faults ' + service:<22} {sum(counts.values())}: {_pairs(counts)}")
-    listed = ("slowest", "not_verified", "unexpected_deaths")
+    listed = ("slowest", "noticed_last", "not_verified", "unexpected_deaths")
     skipped = {"seed", "options", "faults_by_service", "passed", *listed}
     for name, value in report.items():
         if name in skipped:
@@ -78,6 +88,14 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     for name in listed:
         text += [f"{name.replace('_', ' '):<22} {line}" for line in report[name]]
     return [*text, "PASSED" if report["passed"] else "FAILED"]
+
+
+def _median_notice(outcomes: Iterable[Outcome]) -> float:
+    """Of the deaths; a hang is noticed by its silence."""
+    noticed = [
+        o.noticed_s for o in outcomes if o.noticed_s is not None and o.fault.kind is not Kind.HANG
+    ]
+    return round(median(noticed), 3) if noticed else 0.0
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
