@@ -144,6 +144,11 @@ class ModelRunner:
         return "" if self._native is None else self._native.isa
 
     @property
+    def native(self) -> NativeKernels | None:
+        """The native kernels, for measuring them one by one."""
+        return self._native
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
         return self._cache.num_blocks

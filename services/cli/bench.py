@@ -1,4 +1,4 @@
-"""`streetcar bench`: what the mesh costs, its scheduler alone, or servers side by side.
+"""`streetcar bench`: what the mesh costs, its scheduler alone, kernels, or servers side by side.
 
 Shell: prints.
 """
@@ -15,8 +15,12 @@ from services.cli.output import ClusterReporter, print_json
 if TYPE_CHECKING:
     from services.runtime.cluster import Cluster
 
-app = App(name="bench", help="Measure the mesh, its scheduler alone, or servers side by side.")
+app = App(
+    name="bench",
+    help="Measure the mesh, its scheduler, the kernels, or servers side by side.",
+)
 app.command("services.cli.bench_serve:serve", name="serve")
+app.command("services.cli.bench_kernels:kernels", name="kernels")
 
 INTERRUPTED: Final = 130
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.cli.model_runner import load_runner, model_path
 from services.cli.options import ClusterOptions
-from services.cli.output import ProgressLine, print_json
+from services.cli.output import print_json
 from services.runtime.problem import Problem
 
 if TYPE_CHECKING:
-    from gpu_worker.runner import ModelRunner
     from services.runtime.settings import Settings
 
 
@@ -63,7 +63,7 @@ def _score_reference(settings: Settings, reference: Path) -> dict[str, Any]:
     from gpu_worker.check import teacher_forced_logprobs
 
     _require_file(reference)
-    runner, dtype = _load(settings)
+    runner, dtype = load_runner(settings)
     try:
         return {**_precision(settings, dtype), **teacher_forced_logprobs(runner, reference)}
     except ValueError as error:
@@ -79,8 +79,8 @@ def _measure_text(settings: Settings, text: Path, tokens: int) -> dict[str, Any]
         content = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise Problem("E106", "Text refused", cause=f"{text}: {error}") from error
-    runner, dtype = _load(settings)
-    tokenizer = load_tokenizer(_model_path(settings))
+    runner, dtype = load_runner(settings)
+    tokenizer = load_tokenizer(model_path(settings))
     token_ids = tokenizer.encode(content)
     try:
         value = perplexity(runner, token_ids, tokens)
@@ -96,38 +96,6 @@ def _precision(settings: Settings, dtype: str) -> dict[str, str]:
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
     }
-
-
-def _load(settings: Settings) -> tuple[ModelRunner, str]:
-    from gpu_worker.runner import ModelRunner, default_dtype
-    from services.models.errors import ModelFileError
-
-    dtype = default_dtype() if settings.dtype == "auto" else settings.dtype
-    try:
-        runner = ModelRunner(
-            _model_path(settings),
-            dtype,
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            max_model_len=settings.max_model_len or None,
-            progress=ProgressLine("model").update,
-            num_threads=settings.threads or None,
-            native_cache=settings.native_path,
-            quantization=settings.quantization,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            batch_invariant=settings.batch_invariant == "on",
-        )
-    except ModelFileError as error:
-        raise Problem("E301", "Model file refused", cause=str(error)) from error
-    except ValueError as error:
-        raise Problem("E101", "Settings refused", cause=str(error)) from error
-    return runner, dtype
-
-
-def _model_path(settings: Settings) -> Path:
-    from services.models import catalog
-
-    return catalog.path(settings.model, settings.cache_path)
 
 
 def _require_file(path: Path) -> None:
