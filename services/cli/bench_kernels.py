@@ -50,10 +50,16 @@ def _measure(
     from gpu_worker import benchmark
     from services.cli.model_runner import load_runner
 
-    runner, dtype = load_runner(options.settings())
+    settings = options.settings()
+    runner, dtype = load_runner(settings)
     if runner.native is None:
         raise Problem("E407", "No native kernels to measure", cause="; ".join(runner.notices))
-    result: dict[str, Any] = {"instruction_set": runner.instruction_set, "dtype": dtype}
+    result: dict[str, Any] = {
+        "instruction_set": runner.instruction_set,
+        "dtype": dtype,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+    }
     try:
         seconds = {number: benchmark.measure_steps(runner, number, context) for number in lanes}
     except ValueError as error:
@@ -78,7 +84,8 @@ def _measure(
 
 
 def _print(result: dict[str, Any]) -> None:
-    print(f"{result['instruction_set']}, {result['dtype']}")
+    described = ("instruction_set", "dtype", "quantization", "kv_cache_dtype")
+    print(", ".join(f"{name} {result[name]}" for name in described))
     for step in result["steps"]:
         print(
             f"step of {step['lanes']} x 1 over {step['context']:<6} {step['ms']:9.2f} ms "
