@@ -21,9 +21,11 @@ EXPORT int F(read_memory)(const read_memory_arguments *a) {
 }
 
 INLINE float F(products)(int64_t rounds, const int kind) {
-    vf sums[MAX_ROWS * 2] = {{0}}, a = F(splat)(0.0f), b = F(splat)(0.0f);
+    vf seeds[MAX_ROWS * 2] = {{0}}, sums[MAX_ROWS * 2], a = F(splat)(0.0f), b = F(splat)(0.0f);
     /* Unknown to the compiler, so that nothing is worked out in advance, once or for all rounds. */
-    __asm__ volatile("" : "+m"(sums), "+m"(b));
+    __asm__ volatile("" : "+m"(seeds), "+m"(b));
+#pragma GCC unroll 12
+    for (int n = 0; n < MAX_ROWS * 2; n++) sums[n] = seeds[n];
     for (int64_t round = 0; round < rounds; round++) {
         __asm__ volatile("" : "+m"(a));
 #pragma GCC unroll 12
