@@ -59,6 +59,8 @@ from .request_table import RequestTable, Tombstones
 from .submissions import Submissions
 
 TICK_NS: Final = 50_000_000
+# Gaps of one engine's updates are repaired together, no more often than this.
+REPAIR_NS: Final = 50_000_000
 SUBMIT_RETRY_NS: Final = 250_000_000
 SUBMIT_GIVE_UP_NS: Final = ENGINE_ABSENCE_SECONDS * 1_000_000_000
 # The scheduler ends a late sequence itself; admission does only where it does not hear from it.
@@ -140,6 +142,8 @@ class AdmissionCore:
                 self._submit_again(request, now_ns)
             elif now_ns >= _deadline_ns(request) and not request.withheld:
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+        for engine in list(self.engines.engines.values()):
+            self._repair(engine, now_ns)
         self._tombstones.forget_old(now_ns)
         self.ended.forget_old(now_ns)
         self._tick_at_ns = now_ns + TICK_NS
@@ -400,7 +404,8 @@ class AdmissionCore:
             return
         if arrival is Arrival.GAP:
             engine.updates.restart(updates.number)
-            self._resubmit_all(engine, now_ns)
+            engine.has_gap = True
+            self._repair(engine, now_ns)
         self._take_updates(updates, now_ns)
 
     def _take_updates(self, updates: SequenceUpdates, now_ns: int) -> None:
@@ -481,7 +486,8 @@ class AdmissionCore:
         for mark in beat.streams:
             if mark.name == self.admission_id and engine.updates.behind(mark.number):
                 engine.updates.restart(mark.number)
-                self._resubmit_all(engine, now_ns)
+                engine.has_gap = True
+                self._repair(engine, now_ns)
 
     def _see_epoch(self, engine: Engine, epoch: tuple[int, int], now_ns: int) -> None:
         """A higher epoch: its scheduler may know nothing of what is open there, and its stream
@@ -490,6 +496,14 @@ class AdmissionCore:
         if epoch > engine.epoch:
             engine.epoch = epoch
             engine.updates.restart(0)
+            self._resubmit_all(engine, now_ns)
+
+    def _repair(self, engine: Engine, now_ns: int) -> None:
+        """Submit again what a gap may have hit; not for every gap anew, as each of the answers is
+        an update that may be lost as well.
+        """
+        if engine.has_gap and now_ns >= engine.repair_at_ns:
+            engine.has_gap, engine.repair_at_ns = False, now_ns + REPAIR_NS
             self._resubmit_all(engine, now_ns)
 
     def _resubmit_all(self, engine: Engine, now_ns: int) -> None:

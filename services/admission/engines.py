@@ -31,6 +31,7 @@ class Engine:
     scheduler together, epochs count from 1 again, in a higher generation.
     max_model_len: the last that it told, 0 before its first worker; it may be without one now.
     last_ready_ns: when it could serve, or else when it was first heard.
+    has_gap: updates were lost, and what is open there is not submitted again yet.
     """
 
     engine_id: str
@@ -39,6 +40,8 @@ class Engine:
     last_beat_ns: int = 0
     last_ready_ns: int | None = None
     max_model_len: int = 0
+    has_gap: bool = False
+    repair_at_ns: int = 0
     updates: StreamReceiver = field(default_factory=StreamReceiver)
 
     def is_ready(self, now_ns: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.admission.adoption import envelope_of, ticket_of
-from services.admission.core import DOUBT_AFTER_NS, SUBMIT_RETRY_NS, UNHEARD_NS
+from services.admission.core import DOUBT_AFTER_NS, REPAIR_NS, SUBMIT_RETRY_NS, UNHEARD_NS
 from services.admission.ended import EndedRequests
 from services.admission.events import (
     BeatSent,
@@ -369,3 +369,23 @@ def test_a_client_that_resumes_was_only_away() -> None:
     desk.now_ns += 1
     desk.handle(Unheard("r1"))
     assert not desk.ends()
+
+
+def test_gaps_in_what_repairs_a_gap_do_not_multiply() -> None:
+    """Found by the simulator (seed 273): each gap submitted everything again, and each answer was
+    an update that could be lost.
+    """
+    desk = Desk()
+    tag = desk.open("r1")
+    desk.open("r2")
+    before = len(desk.submits)
+    for _ in range(10):
+        desk.number += 1
+        desk.updates(tag, 0, [])
+        desk.acknowledge("r1")
+        desk.acknowledge("r2")
+    assert len(desk.submits) == before + 2
+    desk.tick(REPAIR_NS)
+    assert len(desk.submits) == before + 4, "the gaps since then are repaired in their turn"
+    desk.tick(REPAIR_NS)
+    assert len(desk.submits) == before + 4
