@@ -91,6 +91,11 @@ class Outcome:
     silence_s: float = 0.0
     silent_via: str = ""
 
+    @property
+    def is_crash(self) -> bool:
+        """It died at once; who is told to end takes its time, and who hangs does not die."""
+        return self.fault.kind in {Kind.KILL, Kind.FAILPOINT}
+
 
 @dataclass(frozen=True, slots=True)
 class Books:
@@ -225,7 +230,7 @@ def _judge_fault(verdict: Verdict, outcome: Outcome) -> None:
     if outcome.noticed_s is not None:
         if outcome.fault.kind in {Kind.PAUSE, Kind.HANG}:
             verdict.hang_noticed_s = max(verdict.hang_noticed_s, outcome.noticed_s)
-        else:
+        elif outcome.is_crash:
             verdict.crash_noticed_s = max(verdict.crash_noticed_s, outcome.noticed_s)
 
 

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, Final
 
 from services.simulator.drill.checker import Outcome, Verdict
-from services.simulator.drill.schedule import Kind
 
 SLOWEST: Final = 5
 
@@ -91,10 +90,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _median_notice(outcomes: Iterable[Outcome]) -> float:
-    """Of the deaths; a hang is noticed by its silence."""
-    noticed = [
-        o.noticed_s for o in outcomes if o.noticed_s is not None and o.fault.kind is not Kind.HANG
-    ]
+    noticed = [o.noticed_s for o in outcomes if o.noticed_s is not None and o.is_crash]
     return round(median(noticed), 3) if noticed else 0.0
 
 

@@ -141,6 +141,13 @@ def test_recovery_is_the_longest_silence_from_the_fault_on() -> None:
     assert outcome.silence_s == verdict.worst_recovery_s == pytest.approx(2.5)
 
 
+def test_a_crash_is_told_from_a_hang_and_from_an_ordered_end() -> None:
+    kinds = {Kind.KILL: 0.1, Kind.HANG: 4.1, Kind.TERMINATE: 2.5}
+    outcomes = [_outcome(fault=Fault("worker", k), noticed_s=s) for k, s in kinds.items()]
+    verdict = _verdict(_stream(), outcomes=outcomes)
+    assert (verdict.crash_noticed_s, verdict.hang_noticed_s) == (0.1, 4.1)
+
+
 def test_the_report_has_its_keys_and_names_what_failed() -> None:
     outcomes = [_outcome(), _outcome(verified=False, evidence="it was never passed")]
     found = report.as_dict(5, {"streams": 3}, _verdict(_stream(), outcomes=outcomes), outcomes)
