@@ -28,6 +28,9 @@ PANEL = 64
 MAX_INT8_FEATURES = 65_536
 """Sums of products of bytes stay within 32 bits; the same as in ``library.h``."""
 
+ROWS_AT_ONCE = 512
+"""Of a weight that is rotated: few enough for the cache, and for an output head of any size."""
+
 EXACT_FEATURES = 1024
 """A float32 product over so few features is exact: 1,024 * 127 * 127 < 2^24."""
 
@@ -61,8 +64,9 @@ class Int8Linear:
         if self._native is None:
             self.panels = padded
         else:
-            words = padded.view(num_panels, PANEL, self.in_features // 4, 4)
-            self.panels = words.permute(0, 2, 1, 3).contiguous()
+            # Four bytes move as one word.
+            words = padded.view(torch.int32).view(num_panels, PANEL, self.in_features // 4)
+            self.panels = words.transpose(1, 2).contiguous()
 
     def __call__(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
         """x: (rows, in_features), quantised or to be; returns (rows, out_features)."""
@@ -110,7 +114,12 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The rotation of rows and that of weights multiply a product by ROTATED, which the scales divide
     out again.
     """
-    rotated = rotate(weight)
-    peaks = rotated.abs().amax(dim=1).clamp(min=SMALLEST_PEAK)
-    whole = torch.round(rotated * (127.0 / peaks)[:, None])
-    return whole.to(torch.int8), peaks / (127.0 * ROTATED)
+    whole = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0])
+    for first in range(0, weight.shape[0], ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        rotated = rotate(weight[rows])
+        peaks = rotated.abs().amax(dim=1).clamp(min=SMALLEST_PEAK)
+        whole[rows] = torch.round(rotated * (127.0 / peaks)[:, None])
+        scales[rows] = peaks / (127.0 * ROTATED)
+    return whole, scales
