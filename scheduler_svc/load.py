@@ -14,6 +14,8 @@ from services.contracts.vectors import Int32Array
 from .lanes import LaneTable
 from .sequence import Sequence
 
+_NOTHING = QueuedRequests()
+
 
 def scheduled_requests(
     lanes: LaneTable, context: Int32Array, chunks: list[tuple[int, int]]
@@ -64,6 +66,8 @@ class QueueLoad:
 
     def queued_requests(self) -> QueuedRequests:
         prefill, decode = self._prefill, self._decode
+        if not prefill[0] and not decode[0]:
+            return _NOTHING
         return QueuedRequests(
             num_prefill_requests=prefill[0],
             sum_prefill_tokens=prefill[1],

@@ -430,20 +430,21 @@ class Planner:
         context = computed = lanes.tokens[decodes]
         lanes.computed[decodes] = computed
         lanes.tokens[decodes] = computed + 1
-        num_kv_tokens = int(computed.sum())
+        num_chunk_kv_tokens = 0
         computing, counts, sampled = decodes, self._ones[: len(decodes)], decodes
         if self._chunks:
             chunk_lanes = np.array([lane for lane, _ in self._chunks], dtype=np.intp)
             chunk_counts = np.array([count for _, count in self._chunks], dtype=np.int32)
             computed = lanes.computed[chunk_lanes] + chunk_counts
             lanes.computed[chunk_lanes] = computed
-            num_kv_tokens += int(computed.sum())
+            num_chunk_kv_tokens = int(computed.sum())
             caught_up = chunk_lanes[computed == lanes.tokens[chunk_lanes]]
             lanes.tokens[caught_up] += 1
             lanes.decoding[chunk_lanes] = lanes.tokens[chunk_lanes] - computed == 1
             computing = np.concatenate([decodes, chunk_lanes])
             counts = np.concatenate([counts, chunk_counts])
             sampled = np.sort(np.concatenate([decodes, caught_up]))
+        scheduled = scheduled_requests(lanes, context, self._chunks)
         return Step(
             step_id=step_id,
             lanes=computing,
@@ -457,6 +458,6 @@ class Planner:
             append_lanes=self._append_lanes,
             append_blocks=self._append_blocks,
             decode=kind.decode,
-            num_kv_tokens=num_kv_tokens,
-            scheduled=scheduled_requests(lanes, context, self._chunks),
+            num_kv_tokens=scheduled.sum_decode_kv_tokens + num_chunk_kv_tokens,
+            scheduled=scheduled,
         )
