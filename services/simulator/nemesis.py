@@ -293,8 +293,13 @@ class Nemesis:
         """Messages of a run that is over come late."""
         if all(parcel.sender.alive for parcel in self._past):
             self._crash(self.rng.choice(ROLES))
-        dead = [parcel for parcel in self._past if not parcel.sender.alive]
-        for parcel in self.rng.sample(dead, min(STALE_MESSAGES, len(dead))):
+        dead: dict[str, list[Parcel]] = {}
+        for parcel in self._past:
+            if not parcel.sender.alive:
+                dead.setdefault(parcel.kind, []).append(parcel)
+        # Of each kind alike: most of what is sent are beats.
+        for _ in range(STALE_MESSAGES if dead else 0):
+            parcel = self.rng.choice(dead[self.rng.choice(list(dead))])
             at_ns = self.rng.randrange(MAX_LAG_NS if self.rng.random() < 0.2 else SECOND_NS)
             self.trouble.append((self.clock.now_ns, self.clock.now_ns + at_ns))
             self._later(at_ns, partial(self._replay, parcel))

@@ -382,7 +382,9 @@ class World:
             faults=self.nemesis.happened + self.network.faults,
             reached=Counter({str(phase): n for phase, n in self.nemesis.reached.items()}),
             steps=sum(core.totals.num_steps for core in schedulers),
-            preemptions=sum(core.totals.num_preemptions for core in schedulers),
+            preemptions=sum(
+                core.totals.num_preemptions + core.batch.num_preempted for core in schedulers
+            ),
             prefix_hits=sum(core.totals.num_prefix_hits for core in schedulers),
             copies_out=sum(ledger.pool.totals.copies_out for ledger in ledgers),
             copies_in=sum(ledger.pool.totals.copies_in for ledger in ledgers),
