@@ -65,7 +65,7 @@ def totals(all_histories: list[History]) -> Counter[str]:
         ("requests", 3000),
         ("steps", 20_000),
         ("checked", 500_000),
-        ("preemptions", 200),
+        ("preemptions", 100),
         ("prefix hits", 100),
         ("joined with cached tokens", 20),
         ("hold", 100),
