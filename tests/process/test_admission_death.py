@@ -17,7 +17,7 @@ import nats
 import pytest
 
 from services.client import Client
-from tests.process.mesh import GENERATE, MODEL, WAIT_S, Mesh, greedy, heartbeats, is_quiet
+from tests.process.mesh import GENERATE, MODEL, WAIT_S, Answer, Mesh, greedy, heartbeats, is_quiet
 
 pytestmark = pytest.mark.nats
 
@@ -41,6 +41,16 @@ def twin_mesh(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator
     assert "Traceback" not in mesh.logs() + mesh.stderr
 
 
+async def _stream(client: Client, num_tokens: int, begun: asyncio.Event) -> list[int]:
+    answer = Answer()
+    async for frame in client.generate(
+        MODEL, prompt_token_ids=PROMPT, max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+    ):
+        answer.add(frame)
+        begun.set()
+    return answer.token_ids
+
+
 @contextlib.asynccontextmanager
 async def streams(
     mesh: Mesh, num_tokens: int = NUM_TOKENS
@@ -49,11 +59,10 @@ async def streams(
     async with Client(mesh.nats_url) as client, heartbeats(mesh.nats_url) as beats:
         expected = (await greedy(client, PROMPT, num_tokens)).token_ids
 
-        async def token_ids() -> list[int]:
-            return (await greedy(client, PROMPT, num_tokens)).token_ids
-
-        running = [asyncio.create_task(token_ids()) for _ in range(NUM_STREAMS)]
-        await beats.until(lambda beats: beats.engine.num_running == NUM_STREAMS)
+        begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+        running = [asyncio.create_task(_stream(client, num_tokens, event)) for event in begun]
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(event.wait() for event in begun))
         yield running
         async with asyncio.timeout(2 * WAIT_S):
             assert await asyncio.gather(*running) == [expected] * NUM_STREAMS

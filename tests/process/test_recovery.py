@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ import pytest
 from gpu_worker.service import STUB_VOCAB_SIZE
 from gpu_worker.shadow import expected_token_ids
 from services.client import Client, StreetcarClientError
-from tests.process.mesh import WAIT_S, Answer, Mesh, greedy, heartbeats, is_quiet, run
+from tests.process.mesh import MODEL, WAIT_S, Answer, Mesh, greedy, heartbeats, is_quiet, run
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -50,21 +51,43 @@ def _expected(prompt: list[int], count: int) -> list[int]:
     return expected_token_ids(np.array(prompt, dtype=np.int32), count, STUB_VOCAB_SIZE)
 
 
-def _streams(client: Client, first: int) -> list[asyncio.Task[Answer]]:
-    """Long answers that have not begun yet; each is told to be right by `_all_right`."""
-    prompts = [[first + n, 2, 3] for n in range(NUM_STREAMS)]
-    return [asyncio.create_task(_stream(client, prompt)) for prompt in prompts]
+@dataclass(slots=True)
+class Stream:
+    """A long answer that is told to be right when it ends."""
+
+    client: Client
+    prompt: list[int]
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        answer = Answer()
+        async for frame in self.client.generate(
+            MODEL,
+            prompt_token_ids=self.prompt,
+            max_tokens=NUM_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+        ):
+            answer.add(frame)
+            self.begun.set()
+        assert answer.token_ids == _expected(self.prompt, NUM_TOKENS)
 
 
-async def _stream(client: Client, prompt: list[int]) -> Answer:
-    answer = await greedy(client, prompt, NUM_TOKENS)
-    assert answer.token_ids == _expected(prompt, NUM_TOKENS)
-    return answer
+@dataclass(slots=True)
+class Streams:
+    """NUM_STREAMS of them at once. `until_begun`: each has shown a token and not its last."""
 
+    streams: list[Stream]
+    tasks: list[asyncio.Task[None]]
 
-async def _until_running(mesh: Mesh) -> None:
-    async with heartbeats(mesh.nats_url) as beats:
-        await beats.until(lambda beats: beats.engine.num_running == NUM_STREAMS)
+    @classmethod
+    def start(cls, client: Client, first: int) -> Self:
+        streams = [Stream(client, [first + n, 2, 3]) for n in range(NUM_STREAMS)]
+        return cls(streams, [asyncio.create_task(stream.run()) for stream in streams])
+
+    async def until_begun(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(stream.begun.wait() for stream in self.streams))
 
 
 async def _until_said(mesh: Mesh, text: str, times: int = 1) -> None:
@@ -78,23 +101,23 @@ async def test_a_process_that_hangs_is_killed_and_no_stream_suffers(
     mesh: Mesh, service: str
 ) -> None:
     async with Client(mesh.nats_url) as client, asyncio.timeout(120):
-        running = _streams(client, first=100)
-        await _until_running(mesh)
+        running = Streams.start(client, first=100)
+        await running.until_begun()
         said = mesh.stderr.count(f"{service:<10} died       it hung")
         os.kill(mesh.child_pid(MODULES[service]), signal.SIGSTOP)
         await _until_said(mesh, f"{service:<10} died       it hung", said + 1)
-        await asyncio.gather(*running)
+        await asyncio.gather(*running.tasks)
 
 
 @pytest.mark.parametrize("service", list(MODULES))
 async def test_a_process_that_is_killed_costs_no_stream(mesh: Mesh, service: str) -> None:
     """Those that had not begun wait for the successor as well."""
     async with Client(mesh.nats_url) as client, asyncio.timeout(120):
-        running = _streams(client, first=200)
-        await _until_running(mesh)
+        running = Streams.start(client, first=200)
+        await running.until_begun()
         os.kill(mesh.child_pid(MODULES[service]), signal.SIGKILL)
-        fresh = _streams(client, first=300)
-        await asyncio.gather(*running, *fresh)
+        fresh = Streams.start(client, first=300)
+        await asyncio.gather(*running.tasks, *fresh.tasks)
         async with heartbeats(mesh.nats_url) as beats:
             await beats.until(is_quiet)
 
@@ -110,7 +133,7 @@ async def test_a_rolling_restart_fails_no_request(mesh: Mesh, cache: Path) -> No
             asyncio.to_thread(lambda: run(*arguments, cwd=mesh.folder, **variables))
         )
         while not restarting.done():
-            await asyncio.gather(*(_stream(client, [400 + n, served]) for n in range(4)))
+            await asyncio.gather(*(Stream(client, [400 + n, served]).run() for n in range(4)))
             served += 1
         done = await restarting
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,12 +146,12 @@ async def test_a_poison_ends_alone(mesh: Mesh) -> None:
     """It kills the worker three times, and fails; the others' streams are right."""
     said = mesh.stderr.count("worker     died")
     async with Client(mesh.nats_url) as client, asyncio.timeout(120):
-        running = _streams(client, first=500)
-        await _until_running(mesh)
+        running = Streams.start(client, first=500)
+        await running.until_begun()
         with pytest.raises(StreetcarClientError) as caught:
             await greedy(client, [7, POISON, 8], 5)
         assert (caught.value.code, caught.value.status) == ("poisoned", 500)
-        await asyncio.gather(*running)
+        await asyncio.gather(*running.tasks)
     assert mesh.stderr.count("worker     died") == said + 3
 
 
@@ -185,14 +208,14 @@ async def test_a_scheduler_that_slept_while_another_took_over_changes_nothing(me
         )
         try:
             await gate.knocked.wait()
-            running = _streams(client, first=600)
-            await _until_running(mesh)
+            running = Streams.start(client, first=600)
+            await running.until_begun()
             epoch = beats.epoch
             os.kill(sleeper, signal.SIGSTOP)
             gate.opened.set()
             await beats.until(lambda beats: beats.engine.ready and beats.epoch > epoch)
             os.kill(sleeper, signal.SIGCONT)
-            await asyncio.gather(*running)
+            await asyncio.gather(*running.tasks)
             # Its own successor is above the second one, which goes as well: no fight.
             await second.wait()
         finally:
@@ -200,4 +223,4 @@ async def test_a_scheduler_that_slept_while_another_took_over_changes_nothing(me
                 second.kill()
                 await second.wait()
         await beats.until(lambda beats: is_quiet(beats) and beats.engine.ready)
-        await asyncio.gather(*_streams(client, first=700))
+        await asyncio.gather(*Streams.start(client, first=700).tasks)
