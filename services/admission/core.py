@@ -232,6 +232,7 @@ class AdmissionCore:
         self.table.news[request.request_id] = request
 
     def _submit(self, request: OpenRequest, now_ns: int) -> None:
+        assert request.engine_id
         request.submitted = False
         request.num_submissions += 1
         # The shell answers each submission with a reply or a failure; this is for one that it
@@ -470,8 +471,10 @@ class AdmissionCore:
         self._in_doubt = True
         self.engines.absolve(now_ns)
         for request in self.requests.values():
-            request.withheld = True
-            self._submit(request, now_ns)
+            # One that still waits for an engine was never anybody else's.
+            if request.engine_id:
+                request.withheld = True
+                self._submit(request, now_ns)
 
     # ---- engines
 

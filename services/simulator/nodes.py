@@ -560,6 +560,7 @@ class AdmissionNode(Node):
             self.after(0, lambda: self.post(adm_events.Unheard(frame.request_id)))
 
     def _submit(self, effect: adm_events.Submit) -> None:
+        assert effect.engine == ENGINE, f"a submission to {effect.engine!r}"
         failed = adm_events.SubmitFailed(effect.message.seq_id)
         asking = Asking(
             SUBMIT_TIMEOUT_NS,

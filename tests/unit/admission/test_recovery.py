@@ -237,6 +237,21 @@ def test_a_sleep_is_noticed_once_and_time_between_beats_is_none() -> None:
     assert len(desk.submits) == 2
 
 
+def test_after_a_sleep_what_waits_for_an_engine_waits_on() -> None:
+    """Found by the simulator (seeds 1185, 1376): it was submitted to nobody, and then thought to be
+    submitted.
+    """
+    desk = Desk()
+    desk.beat(ready=False)
+    desk.handle(ticket())
+    asleep(desk)
+    desk.tick()
+    assert not desk.submits
+    desk.beat()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert [submit.engine for submit in desk.submits] == [ENGINE]
+
+
 def test_a_deadline_that_passed_asleep_is_for_the_owner_to_tell() -> None:
     desk = Desk()
     desk.open(deadline_ms=10)
