@@ -87,9 +87,11 @@ def faults(*, seed: int = 1, count: int = 1, json: bool = False) -> int:
     json
         Print one object per history.
     """
-    from services.simulator.replay import run_seed, summary
+    from services.simulator.replay import options_of, run_seed, summary
 
     for number in range(seed, seed + count):
+        if count == 1 and not json:
+            print(f"seed {number}: {options_of(number)}", flush=True)
         outcome = run_seed(number)
         report = summary(outcome.report) if outcome.report is not None else ""
         if json:
@@ -98,7 +100,7 @@ def faults(*, seed: int = 1, count: int = 1, json: bool = False) -> int:
                 {"seed": number, "options": outcome.options, "report": report, "failure": failure}
             )
         elif count == 1 or outcome.failure:
-            print(f"seed {number}: {outcome.options}\n{report or outcome.failure}")
+            print(report or outcome.failure)
         if outcome.failure:
             print(f"replay: make sim SEED={number}", file=sys.stderr)
             return 1

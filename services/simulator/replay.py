@@ -28,6 +28,11 @@ class Outcome:
     failure: str
 
 
+def options_of(seed: int) -> str:
+    """What the run is, before it is run."""
+    return str(World(seed).options)
+
+
 def run_seed(seed: int) -> Outcome:
     world = World(seed)
     try:
