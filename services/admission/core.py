@@ -275,7 +275,10 @@ class AdmissionCore:
         request = self.requests.get(reply.seq_id)
         if request is None:
             return
-        if reply.owned_elsewhere:
+        if reply.code is None and reply.epoch < self.engines.get(request.engine_id).epoch[1]:
+            # By a scheduler that another has replaced, and that does not know it yet.
+            self._try_later(request, now_ns)
+        elif reply.owned_elsewhere:
             self._lose(request, is_same=reply.is_same)
         elif reply.code is None:
             request.submitted = request.accepted = True
@@ -292,8 +295,11 @@ class AdmissionCore:
         self._submissions.answered(failed.seq_id, wanted=failed.seq_id in self.requests)
         request = self.requests.get(failed.seq_id)
         if request is not None:
-            request.submitted = False
-            request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
+            self._try_later(request, now_ns)
+
+    def _try_later(self, request: OpenRequest, now_ns: int) -> None:
+        request.submitted = False
+        request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
 
     def _lose(self, request: OpenRequest, *, is_same: bool) -> None:
         """Another admission has it, and tells the client all that is to be told: a retry that went

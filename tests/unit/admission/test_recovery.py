@@ -404,3 +404,18 @@ def test_gaps_in_what_repairs_a_gap_do_not_multiply() -> None:
     assert len(desk.submits) == before + 4, "the gaps since then are repaired in their turn"
     desk.tick(REPAIR_NS)
     assert len(desk.submits) == before + 4
+
+
+def test_what_a_replaced_scheduler_takes_is_submitted_again() -> None:
+    """Found by the simulator (seed 1793): it said yes, then heard that another has its engine."""
+    desk = Desk()
+    desk.open()
+    desk.epoch += 1
+    desk.beat()
+    desk.submits.clear()
+    desk.handle(SubmitReply("r1", desk.epoch - 1))
+    desk.tick(SUBMIT_RETRY_NS)
+    assert [submit.message.seq_id for submit in desk.submits] == ["r1"]
+    desk.acknowledge()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert len(desk.submits) == 1
