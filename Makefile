@@ -2,6 +2,8 @@
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
+# Two files at a time; whatever fills both cores by itself runs alone.
+TWO := -n 2 --dist loadfile
 SEED ?= 0
 STEPS ?= 1000000
 FROM ?= 1001
@@ -32,10 +34,11 @@ check: setup  ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: check  ## everything: check, then all tests
-	$(call part,unit and properties,tests/unit tests/properties,60)
+	$(call part,unit and properties,$(TWO) tests/unit tests/properties,60)
 	$(call part,simulation,tests/simulation,120)
-	$(call part,processes,tests/process,150)
-	$(call part,kernels and models,tests/kernels tests/models,150)
+	$(call part,processes,$(TWO) -m "not model" tests/process,150)
+	$(call part,processes with a model,-m model tests/process,150)
+	$(call part,kernels and models,tests/kernels tests/models,120)
 
 sim: setup  ## replay one history of the simulator: make sim SEED=42
 	@$(BIN)/streetcar sim faults --seed $(SEED)
