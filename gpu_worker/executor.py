@@ -85,7 +85,7 @@ class Executor:
 
     def attach(self, request: Attach) -> Attached:
         """A new epoch, above all seen. The caller has dropped queued plans and no step runs."""
-        if self._attached is not None and self._attached.attempt == request.attempt:
+        if self._attached is not None and self.is_repeated(request):
             return self._attached
         self.epoch = max(self.epoch, request.epoch_seen) + 1
         self.last_queued = self.last_done = 0
@@ -103,6 +103,10 @@ class Executor:
             copy_block_us=self.shape.copy_block_us,
         )
         return self._attached
+
+    def is_repeated(self, request: Attach) -> bool:
+        """The present owner asks again: what it has queued since the first answer stands."""
+        return self._attached is not None and self._attached.attempt == request.attempt
 
     def admit(self, plan: StepPlan) -> bool:
         """True where `plan` is the next one to queue; else it is counted and dropped."""

@@ -141,9 +141,10 @@ class WorkerService:
         request = self._decoded(_attach, delivery)
         if request is None or self._leaving:
             return
-        # Plans that are queued and not begun belong to the epoch before: their ticket is out of
-        # date.
-        self._ticket += 1
+        if not self._executor.is_repeated(request):
+            # Plans that are queued and not begun belong to the epoch before: their ticket is out
+            # of date.
+            self._ticket += 1
         self.runner.submit(lambda: self._attach(request, delivery.reply))
 
     def on_poll(self, delivery: Delivery) -> None:

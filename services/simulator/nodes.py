@@ -258,8 +258,10 @@ class WorkerNode(Node):
             self._run_next()
 
     def _hear_attach(self, payload: bytes, answer: Answer) -> None:
-        self.queue.clear()
-        self._waiting_attach.append((_attach.decode(payload), answer))
+        request = _attach.decode(payload)
+        if not self.executor.is_repeated(request):
+            self.queue.clear()
+        self._waiting_attach.append((request, answer))
         if not self.running:
             self._attach_waiting()
 

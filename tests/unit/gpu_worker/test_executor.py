@@ -92,6 +92,19 @@ def test_as_many_results_are_kept_as_the_scheduler_keeps_plans() -> None:
     assert states == [PollState.UNKNOWN] * 2 + [PollState.RESULT] * KEPT_PLANS
 
 
+def test_an_attach_asked_again_leaves_what_is_queued() -> None:
+    """Found by the simulator (seed 4928): the plan that waited was dropped, and the next one ran
+    without it.
+    """
+    worker = attached()
+    again = Attach("scheduler-0", "a1", 0)
+    other = Attach("scheduler-0", "a2", 0)
+    assert worker.attach(again) == worker.attach(again)
+    assert worker.is_repeated(again) and not worker.is_repeated(other)
+    worker.attach(other)
+    assert worker.is_repeated(other) and not worker.is_repeated(again)
+
+
 def test_a_step_that_ends_after_an_attach_is_nobodys() -> None:
     """The runner's thread may take the attach before the loop hears of the step before it."""
     worker = attached()

@@ -122,6 +122,28 @@ async def test_a_leaving_worker_ends_its_step_and_begins_no_other() -> None:
         assert [result.step_id for result in bus.results] == [1]
 
 
+@pytest.mark.parametrize(("attempt", "steps"), [("attempt", [1, 2]), ("another", [1])])
+async def test_only_an_attach_of_another_attempt_drops_what_is_queued(
+    attempt: str, steps: list[int]
+) -> None:
+    """Found by the simulator (seed 4928): an answer that was late was asked for again, and the step
+    between its two neighbours was left out.
+    """
+    model, died = _Stuck(), asyncio.get_running_loop().create_future()
+    async with _worker(model, died) as (service, bus), asyncio.timeout(20):
+        _deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
+        await asyncio.to_thread(model.begun.wait, 20)
+        _deliver(service, plan(2))
+        again = codec.encode(Attach("scheduler-0", attempt, 0))
+        service.on_attach(Delivery("attach", again, "", {}))
+        model.go.set()
+        await asyncio.to_thread(service.runner.stop)
+        await asyncio.to_thread(service.runner.join, 20)
+        while len(bus.results) < len(steps):
+            await asyncio.sleep(0)
+        assert [result.step_id for result in bus.results] == steps
+
+
 def test_poison_kills_where_every_marker_is_computed() -> None:
     def die() -> NoReturn:
         raise WorkerDied
