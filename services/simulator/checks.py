@@ -364,7 +364,9 @@ class Cancel(Check):
         # A late submission of a dead admission brings it to life again, and another one adopts it.
         revived = self.world.num_offers[client.request_id]
         if asked_once and not revived and client.ending is not None:
-            self.require(not frame.token_ids, f"{client.name}: tokens after its cancel")
+            shown = frame.offset + len(frame.token_ids)
+            new = shown > len(client.token_ids)
+            self.require(not new, f"{client.name}: tokens after its cancel")
 
     def settled(self, node: Any) -> None:
         if node.role == "scheduler":
