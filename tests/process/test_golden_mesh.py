@@ -83,10 +83,15 @@ def _check_http(cases: Cases, texts: dict[str, str], answers: list[dict[str, Any
         assert found == pytest.approx(case["logprobs"], abs=1e-3), case["name"]
 
 
-def _check_hits(cases: Cases, cached: list[int], block_size: int) -> None:
-    """Every whole block of the prompts, but for the last token, which has to be computed."""
+def _check_hits(cases: Cases, cached: list[int], block_size: int) -> bool:
+    """Every whole block of the prompts, but for the last token, which has to be computed; or
+    nothing, where the ledger's answer took longer than a sequence waits for it -> whether there
+    were hits.
+    """
     whole = [(len(case["prompt_token_ids"]) - 1) // block_size * block_size for case in cases]
-    assert cached == whole
+    wrong = [(got, most) for got, most in zip(cached, whole, strict=True) if got not in (0, most)]
+    assert not wrong
+    return any(cached)
 
 
 async def test_small_steps_cold_then_with_prefix_hits(
@@ -94,11 +99,13 @@ async def test_small_steps_cold_then_with_prefix_hits(
 ) -> None:
     cold = await _over_nats(small_steps_mesh.nats_url, golden_cases, "prompt_token_ids")
     _check_tokens(golden_cases, cold)
-    warm = await _over_http(small_steps_mesh.http_url, golden_cases, "prompt")
     texts = {case["name"]: a.text for case, a in zip(golden_cases, cold, strict=True)}
-    _check_http(golden_cases, texts, warm)
-    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in warm]
-    _check_hits(golden_cases, cached, block_size=16)
+    hits = False
+    while not hits:
+        warm = await _over_http(small_steps_mesh.http_url, golden_cases, "prompt")
+        _check_http(golden_cases, texts, warm)
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in warm]
+        hits = _check_hits(golden_cases, cached, block_size=16)
 
 
 async def test_large_steps_with_forced_preemptions_then_hits(
