@@ -22,7 +22,7 @@ from gpu_worker.runner import ModelRunner
 from kernels.attention import varlen_paged_attention
 from kernels.greedy import greedy_tokens
 from kernels.huge_pages import zeros_in_huge_pages
-from kernels.kv_int8 import quantise_heads
+from kernels.kv_bytes import quantise_heads
 from kernels.linear import NativeLinear, make_linear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernels.huge_pages import zeros_in_huge_pages
-from kernels.kv_int8 import CACHE_DTYPE, SCALE_BYTES
+from kernels.kv_bytes import LARGEST, SCALE_BYTES
 from services.models.config import ModelConfig
 
 
@@ -23,13 +23,13 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
 
 
 def _slot_width(config: ModelConfig, dtype: torch.dtype) -> int:
-    return config.head_dim + (SCALE_BYTES if dtype == CACHE_DTYPE else 0)
+    return config.head_dim + (SCALE_BYTES if dtype in LARGEST else 0)
 
 
 class KVCache:
     """The pool; ``layer(i)`` gives the logical views that kernels take.
 
-    dtype: that of the model, or ``kernels.kv_int8.CACHE_DTYPE``, where a slot ends in its scale
+    dtype: that of the model, or one of ``kernels.kv_bytes``, where a slot ends in its scale
     """
 
     def __init__(

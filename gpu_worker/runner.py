@@ -26,7 +26,7 @@ from gpu_worker.mirror import CopyLists
 from gpu_worker.model.llama import LlamaModel, PackedBatch
 from gpu_worker.model.loader import Progress, load_weights
 from gpu_worker.sampler import sample, score_targets
-from kernels.kv_int8 import CACHE_DTYPE
+from kernels.kv_bytes import FP8_CACHE, INT8_CACHE
 from kernels.native import NativeKernels, NativeUnavailable, load_native
 from services.models.config import ModelConfig
 from services.models.source import open_model
@@ -36,8 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUANTIZATIONS = ("none", "int8")
 """int8: linears multiply bytes by bytes, with a scale for each row and for each output feature."""
 
-KV_CACHE_DTYPES = ("auto", "int8")
-"""auto: that of the model; int8: bytes with a scale for each head of each token."""
+KV_CACHE_DTYPES = {"auto": None, "int8": INT8_CACHE, "fp8": FP8_CACHE}
+"""auto: that of the model; the others: bytes with a scale for each head of each token."""
 
 MAX_PROMPT_LOGPROB_ROWS = 128
 """Logits held at once when scoring prompts: 25 MB of float32 with a vocabulary of 49,152."""
@@ -115,9 +115,10 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype)
         if quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization {quantization!r} is not one of {QUANTIZATIONS}")
+        known = ", ".join(KV_CACHE_DTYPES)
         if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {KV_CACHE_DTYPES}")
-        kv_dtype = CACHE_DTYPE if kv_cache_dtype == "int8" else self.dtype
+            raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {known}")
+        kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
         progress(0.0, "preparing native kernels")
         self._native, self.notices = _load_native(native, native_cache)
         with torch.inference_mode():

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from kernels.attention.cpu_backend import MAX_HEAD_DIM, takes_caches
-from kernels.kv_int8 import head_dim_of, is_int8_cache
+from kernels.kv_bytes import head_dim_of, is_int8_cache
 from kernels.linear import Linear, NativeLinear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.cpu_backend import takes_caches
-from kernels.kv_int8 import head_dim_of, is_int8_cache, quantise_heads
+from kernels.kv_bytes import head_dim_of, is_byte_cache, is_int8_cache, quantise_heads
 from kernels.kv_write import write_kv
 from kernels.native import NativeKernels
 from kernels.native.arguments import RopeWriteKvArguments
@@ -31,7 +31,7 @@ def rope_write_kv(
                       its content afterwards is unspecified
     cos_sin:          (num_tokens, rotary_dim) float32 - see ``apply_rope``
     k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), dtype of qkv; or of
-                      signed bytes, see ``kernels.kv_int8``
+                      bytes, see ``kernels.kv_bytes``
     slot_mapping:     (num_tokens) int64; negative: the row is not stored
     native:           the loaded library, used where it takes the dtype
     returns:          (num_tokens, num_heads, head_dim); may be a view of qkv
@@ -46,8 +46,8 @@ def rope_write_kv(
     # Queries and keys are neighbours, so one rotation serves both.
     rotated = apply_rope(qkv[:, : num_heads + num_kv_heads], cos_sin)
     k, v = rotated[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
-    if is_int8_cache(k_cache):
-        k, v = quantise_heads(k), quantise_heads(v)
+    if is_byte_cache(k_cache):
+        k, v = quantise_heads(k, k_cache.dtype), quantise_heads(v, v_cache.dtype)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     return rotated[:, :num_heads]
 

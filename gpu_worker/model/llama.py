@@ -15,7 +15,7 @@ import torch
 from gpu_worker.kv_cache import KVCache
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
 from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
-from kernels.kv_int8 import is_int8_cache
+from kernels.kv_bytes import is_byte_cache
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, empty_rows
@@ -113,7 +113,7 @@ class LlamaModel:
         normed = rms_norm(residual, first.input_norm, epsilon, native, rows)
         layout = None
         keys = cache.layer(0)[0]
-        if native is None and not is_int8_cache(keys):
+        if native is None and not is_byte_cache(keys):
             layout = plan_attention(batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, keys)
         next_norms = [layer.input_norm for layer in self._weights.layers[1:]]
         next_norms.append(self._weights.final_norm)

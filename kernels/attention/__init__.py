@@ -14,7 +14,7 @@ import torch
 from kernels.attention.cpu_backend import MAX_HEAD_DIM, attend_native, is_supported
 from kernels.attention.layout import BatchLayout, plan_attention
 from kernels.attention.torch_backend import AttentionVariant, attend_batch
-from kernels.kv_int8 import head_dim_of, is_int8_cache, restore_blocks
+from kernels.kv_bytes import head_dim_of, is_byte_cache, restore_blocks
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, write_rows
 
@@ -52,8 +52,8 @@ def varlen_paged_attention(
 
     q:            (num_tokens, num_heads, head_dim) float32|bfloat16|float16, last stride 1
     k_cache:      (num_blocks, block_size, num_kv_heads, head_dim), dtype of q, last stride 1;
-                  fastest when it is a view of physical [block, kv_head, slot, dim]; or of signed
-                  bytes, see ``kernels.kv_int8``
+                  fastest when it is a view of physical [block, kv_head, slot, dim]; or of bytes,
+                  see ``kernels.kv_bytes``
     v_cache:      as k_cache
     cu_seqlens_q: (num_seqs + 1) int32 - packed query boundaries, starts at 0
     seqlens_k:    (num_seqs) int32 - keys of each sequence, this step's included (already written)
@@ -95,8 +95,6 @@ def varlen_paged_attention(
         # Imported on first use: the package is there only where a GPU is, or the tests are.
         from kernels.gpu.attention import attend_triton
 
-        if is_int8_cache(k_cache):
-            raise ValueError("the triton backend does not read a KV cache of bytes")
         indices = (cu_seqlens_q, seqlens_k, block_table)
         caches = (k_cache, v_cache)
         attend_triton(q, caches, indices, variant, results, num_decodes=num_decodes)
@@ -106,7 +104,7 @@ def varlen_paged_attention(
         indices = (cu_seqlens_q, seqlens_k, block_table)
         attend_native(native, q, (k_cache, v_cache), indices, variant, results, into)
         return out
-    if is_int8_cache(k_cache):
+    if is_byte_cache(k_cache):
         caches = (k_cache, v_cache)
         restored = restore_blocks(caches, seqlens_k, block_table, q.dtype)
         k_cache, v_cache, block_table = restored
@@ -132,7 +130,8 @@ def _chooses_native(
     if backend == "cpu" and not supported:
         raise ValueError(
             f"the cpu backend needs the native library, and float32 or bfloat16 heads of an even "
-            f"size up to {MAX_HEAD_DIM} on the CPU, got {q.dtype} heads of {q.shape[2]}"
+            f"size up to {MAX_HEAD_DIM} on the CPU, over a cache of that dtype or int8; got "
+            f"{q.dtype} heads of {q.shape[2]} over {k_cache.dtype}"
         )
     return supported
 
@@ -147,7 +146,7 @@ def _check_arguments(
 ) -> None:
     if backend not in SUPPORTED_BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {SUPPORTED_BACKENDS}")
-    alike = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or is_int8_cache(k_cache))
+    alike = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or is_byte_cache(k_cache))
     if q.dtype not in SUPPORTED_DTYPES or not alike:
         raise ValueError(
             f"attention needs q, k and v of one dtype out of {SUPPORTED_DTYPES}, "

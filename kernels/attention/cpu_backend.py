@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.torch_backend import AttentionVariant
-from kernels.kv_int8 import is_int8_cache
+from kernels.kv_bytes import is_int8_cache
 from kernels.native import NativeKernels
 from kernels.native.arguments import AttentionArguments, address
 from kernels.quantise import QuantisedRows, row_addresses

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.torch_backend import AttentionVariant
+from kernels.gpu.kv_bytes import format_of, split_cache
 
 MAX_HEAD_DIM = 256
 KEY_TILE = 32
@@ -60,14 +61,16 @@ def _scores(s, keys_at, queries_at, row_ok, slopes, variant, KIND: tl.constexpr)
 
 
 @triton.jit
-def _without_bad(values, weights):
-    """Values with rows that are not finite zeroed, and which rows of weights had met one.
+def _without_bad(values, scales, weights):
+    """Values and their scales with rows that are not finite zeroed, and which rows of weights had
+    met one.
 
     A weight of 0 times NaN is NaN, and the rows of a tile do not all see the same keys.
     """
     bad = tl.max(tl.where(tl.abs(values) < float("inf"), 0, 1), axis=1) > 0
+    bad = bad | ((tl.abs(scales) < float("inf")) == 0)
     met = tl.max(tl.where(bad[None, :] & (weights > 0.0), 1, 0), axis=1) > 0
-    return tl.where(bad[:, None], 0.0, values), met
+    return tl.where(bad[:, None], 0.0, values), tl.where(bad, 0.0, scales), met
 
 
 @triton.jit
@@ -86,7 +89,7 @@ def _attend_keys(
     """Keys of `span` for a tile of rows: (weighted values, peak, sum), with powers of 2.
 
     pool: (k_cache, v_cache, k_scale, v_scale); strides: of a block, a slot and a head, three for
-    keys and three for values, then of a block and a slot of the scales.
+    each of them.
     rows: (positions, which there are, ALiBi slopes).
     span: [first, past) that any row sees, [first, past) that every row sees.
     """
@@ -98,7 +101,7 @@ def _attend_keys(
     HEAD_PAD: tl.constexpr = SHAPE[2]
     ROWS: tl.constexpr = SHAPE[3]
     TILE: tl.constexpr = SHAPE[4]
-    QUANTISED: tl.constexpr = KIND[3]
+    QUANTISED: tl.constexpr = KIND[3] != 0
     dims = tl.arange(0, HEAD_PAD)
     dim_ok = dims < HEAD_DIM
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -115,7 +118,7 @@ def _attend_keys(
         values = tl.load(v_at[:, None] + dims, mask=key_ok[:, None] & dim_ok, other=0.0)
         s = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * variant[0]
         if QUANTISED:
-            scale_at = block * strides[6] + slot * strides[7] + kv_head
+            scale_at = block * strides[6] + slot * strides[7] + kv_head * strides[8]
             s = s * tl.load(k_scale + scale_at, mask=key_ok, other=0.0)[None, :]
         s = _scores(s, tl.where(key_ok, keys_at, -1), queries_at, row_ok, slopes, variant, KIND)
         higher = tl.maximum(peak, tl.max(s, axis=1))
@@ -125,11 +128,15 @@ def _attend_keys(
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weights, axis=1)
         values = values.to(tl.float32)
+        scales = tl.full([TILE], 1.0, tl.float32)
+        if QUANTISED:
+            scale_at = block * strides[9] + slot * strides[10] + kv_head * strides[11]
+            scales = tl.load(v_scale + scale_at, mask=key_ok, other=0.0)
         if (start < first_common) | (start + TILE > past_common):
-            values, met = _without_bad(values, weights)
+            values, scales, met = _without_bad(values, scales, weights)
             total = tl.where(met, float("nan"), total)
         if QUANTISED:
-            weights = weights * tl.load(v_scale + scale_at, mask=key_ok, other=0.0)[None, :]
+            weights = weights * scales[None, :]
         product = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
         mixed = mixed * shrink[:, None] + product
         peak = higher
@@ -373,35 +380,32 @@ def attend_triton(
     results: tuple[torch.Tensor, torch.Tensor | None],
     *,
     num_decodes: int = 0,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Attention for every sequence of the batch; shapes as in ``varlen_paged_attention``.
 
-    caches:      (k_cache, v_cache), of the dtype of q, or int8 with ``scales``
+    caches:      (k_cache, v_cache), of the dtype of q or of bytes
     indices:     (cu_seqlens_q, seqlens_k, block_table) int32, on the device of q
     results:     (out, lse or None), written for the rows below cu_seqlens_q[-1]
     num_decodes: the first num_decodes sequences have exactly one query each
-    scales:      (k_scale, v_scale) float32 (num_blocks, block_size, num_kv_heads), last stride 1:
-                 what a slot's stored values are multiplied by
 
     Nothing is read back from the device, and grids follow shapes and num_decodes alone, so that
-    launches can be captured. Raises ValueError for heads of more than MAX_HEAD_DIM.
+    launches can be captured. Raises ValueError for heads of more than MAX_HEAD_DIM, and for a cache
+    of bytes as ``split_cache`` does.
     """
     if q.shape[2] > MAX_HEAD_DIM:
         raise ValueError(f"the triton backend takes heads up to {MAX_HEAD_DIM}, got {q.shape[2]}")
     out, lse = results
+    keys, key_scales = split_cache(caches[0])
+    values, value_scales = split_cache(caches[1])
+    pool = (keys, values, key_scales, value_scales)
     launch = _Launch(
         q=q,
-        pool=(*caches, *(caches if scales is None else scales)),
+        pool=pool,
         index=indices,
         # Where there are none the kernel is told so, and follows no pointer.
         extras=(_or(variant.alibi_slopes, q), _or(variant.sinks, q)),
         results=(out, _or(lse, out)),
-        pool_strides=(
-            *caches[0].stride()[:3],
-            *caches[1].stride()[:3],
-            *((0, 0) if scales is None else scales[0].stride()[:2]),
-        ),
+        pool_strides=tuple(stride for part in pool for stride in part.stride()[:3]),
         out_strides=(*out.stride()[:2], 0 if lse is None else lse.stride(0)),
         variant=(variant.scale, variant.softcap, variant.window),
         has_sinks=variant.sinks is not None,
@@ -410,7 +414,7 @@ def attend_triton(
             variant.causal,
             variant.softcap > 0.0,
             variant.alibi_slopes is not None,
-            scales is not None,
+            format_of(caches[0]),
         ),
     )
     if num_decodes:
@@ -433,7 +437,7 @@ class _Launch:
     variant: tuple[float, float, int]
     has_sinks: bool
     has_lse: bool
-    kind: tuple[bool, bool, bool, bool]
+    kind: tuple[bool, bool, bool, int]
 
     @property
     def group(self) -> int:

@@ -2,7 +2,7 @@
 ``kernels.rope_write_kv``.
 
 Invariants: a negative slot is skipped; slots are int64 before they are multiplied; a rotated pair
-is computed in float32 and rounded once.
+is computed in float32 and rounded once, before it becomes bytes where the cache has those.
 
 Device: rotates the queries in place, writes the KV cache in place.
 """
@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.kv_bytes import format_of, head_scale, split_cache, to_stored
+from kernels.kv_bytes import head_dim_of
+
 
 @triton.jit
 def rope_write_kv_kernel(
@@ -22,8 +25,7 @@ def rope_write_kv_kernel(
     slot_mapping,
     qkv_stride,
     cos_sin_stride,
-    k_strides,
-    v_strides,
+    pool_strides,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -31,10 +33,13 @@ def rope_write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Grid (tokens, num_heads + 2 * num_kv_heads): one head of one token.
 
     Pairs are (i, i + ROTARY / 2); the dimensions from ROTARY on stay as they are.
+    caches: (k_cache, v_cache, k_scale, v_scale); pool_strides: of a block, a slot and a head, three
+    for each.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -47,8 +52,16 @@ def rope_write_kv_kernel(
     if head >= NUM_HEADS + NUM_KV_HEADS:
         if slot >= 0:
             kv_head = head - NUM_HEADS - NUM_KV_HEADS
-            v_at = caches[1] + block * v_strides[0] + offset * v_strides[1] + kv_head * v_strides[2]
-            tl.store(v_at + dims, tl.load(at + dims, mask=inside, other=0.0), mask=inside)
+            value = tl.load(at + dims, mask=inside, other=0.0)
+            v_at = _place(caches[1], pool_strides, 3, block, offset, kv_head)
+            if FORMAT:
+                wide = value.to(tl.float32)
+                peak, bad = _peak(wide)
+                factor, scale = head_scale(peak, bad, FORMAT)
+                tl.store(v_at + dims, to_stored(wide, factor, FORMAT), mask=inside)
+                tl.store(_place(caches[3], pool_strides, 9, block, offset, kv_head), scale)
+            else:
+                tl.store(v_at + dims, value, mask=inside)
     else:
         HALF: tl.constexpr = ROTARY // 2
         pairs = tl.arange(0, HALF_PAD)
@@ -66,11 +79,43 @@ def rope_write_kv_kernel(
             tl.store(at + HALF + pairs, second, mask=paired)
         elif slot >= 0:
             kv_head = head - NUM_HEADS
-            k_at = caches[0] + block * k_strides[0] + offset * k_strides[1] + kv_head * k_strides[2]
-            tl.store(k_at + pairs, first, mask=paired)
-            tl.store(k_at + HALF + pairs, second, mask=paired)
+            k_at = _place(caches[0], pool_strides, 0, block, offset, kv_head)
             rest = inside & (dims >= ROTARY)
-            tl.store(k_at + dims, tl.load(at + dims, mask=rest, other=0.0), mask=rest)
+            tail = tl.load(at + dims, mask=rest, other=0.0)
+            if FORMAT:
+                turned = first.to(tl.float32)
+                turned_too = second.to(tl.float32)
+                unturned = tail.to(tl.float32)
+                peak, bad = _peak(tl.where(paired, turned, 0.0))
+                peak_too, bad_too = _peak(tl.where(paired, turned_too, 0.0))
+                peak_rest, bad_rest = _peak(unturned)
+                peak = tl.maximum(tl.maximum(peak, peak_too), peak_rest)
+                factor, scale = head_scale(peak, bad + bad_too + bad_rest, FORMAT)
+                tl.store(k_at + pairs, to_stored(turned, factor, FORMAT), mask=paired)
+                tl.store(k_at + HALF + pairs, to_stored(turned_too, factor, FORMAT), mask=paired)
+                tl.store(k_at + dims, to_stored(unturned, factor, FORMAT), mask=rest)
+                tl.store(_place(caches[2], pool_strides, 6, block, offset, kv_head), scale)
+            else:
+                tl.store(k_at + pairs, first, mask=paired)
+                tl.store(k_at + HALF + pairs, second, mask=paired)
+                tl.store(k_at + dims, tail, mask=rest)
+
+
+@triton.jit
+def _place(tensor, strides, FIRST: tl.constexpr, block, offset, kv_head):
+    """Address of a head of a slot, by the three strides from FIRST on."""
+    return (
+        tensor + block * strides[FIRST] + offset * strides[FIRST + 1] + kv_head * strides[FIRST + 2]
+    )
+
+
+@triton.jit
+def _peak(x):
+    """(largest magnitude, whether one is not finite) of float32 x."""
+    magnitudes = tl.abs(x)
+    finite = magnitudes < float("inf")
+    peak = tl.max(tl.where(finite, magnitudes, 0.0), axis=0)
+    return peak, tl.max(tl.where(finite, 0, 1), axis=0)
 
 
 def rope_write_kv_triton(
@@ -83,20 +128,22 @@ def rope_write_kv_triton(
     """Shapes as in ``kernels.rope_write_kv``; qkv is contiguous in its last two axes.
 
     returns: the queries, a view of qkv. A slot outside the cache is the caller's to refuse: nothing
-    is read back from the device.
+    is read back from the device. Raises ValueError as ``split_cache`` does.
     """
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
+    keys, key_scales = split_cache(k_cache)
+    values, value_scales = split_cache(v_cache)
+    pool = (keys, values, key_scales, value_scales)
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     if qkv.shape[0]:
         rope_write_kv_kernel[(qkv.shape[0], qkv.shape[1])](
             qkv,
             cos_sin,
-            (k_cache, v_cache),
+            pool,
             slot_mapping,
             qkv.stride(0),
             cos_sin.stride(0),
-            k_cache.stride()[:3],
-            v_cache.stride()[:3],
+            tuple(stride for part in pool for stride in part.stride()[:3]),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -104,5 +151,6 @@ def rope_write_kv_triton(
             BLOCK_SIZE=k_cache.shape[1],
             HALF_PAD=triton.next_power_of_2(max(1, cos_sin.shape[1] // 2)),
             HEAD_PAD=triton.next_power_of_2(head_dim),
+            FORMAT=format_of(k_cache),
         )
     return qkv[:, :num_heads]

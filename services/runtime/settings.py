@@ -80,7 +80,7 @@ class Settings:
         "none", "of the linears: int8 weights and activations", choices=("none", "int8")
     )
     kv_cache_dtype: str = _knob(
-        "auto", "of the KV cache: int8, or auto: the model's", choices=("auto", "int8")
+        "auto", "of the KV cache: int8, fp8, or auto: the model's", choices=("auto", "int8", "fp8")
     )
     batch_invariant: str = _knob(
         "off", "on: bitwise the same logits in any batch, or no start", choices=("off", "on")

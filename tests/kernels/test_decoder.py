@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import varlen_paged_attention
 from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
-from kernels.kv_int8 import quantise_heads
+from kernels.kv_bytes import quantise_heads
 from kernels.linear import make_linear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels

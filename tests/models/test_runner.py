@@ -14,7 +14,7 @@ from gpu_worker.check import perplexity, teacher_forced_logprobs, token_logprobs
 from gpu_worker.inputs import PromptLogprobRequest, StepInputs
 from gpu_worker.kv_cache import bytes_per_block
 from gpu_worker.runner import ModelRunner, default_dtype
-from kernels.kv_int8 import CACHE_DTYPE
+from kernels.kv_bytes import INT8_CACHE
 from services.models.errors import ModelFileError
 from tests.models.driver import Driver, Lane, sampling_batch, step_inputs
 from tests.models.tiny import Tiny, reference_logits, write_directory, write_gguf
@@ -98,10 +98,11 @@ def test_int8_stays_close(tmp_path: Path, native: str) -> None:
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
-def test_int8_kv_stays_close(tiny_directory: Path, native: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_kv_in_bytes_stays_close(tiny_directory: Path, native: str, kv_cache_dtype: str) -> None:
     tokens = list(range(3, 40))
     exact = perplexity(load(tiny_directory), tokens, 64)
-    runner = load(tiny_directory, kv_cache_dtype="int8", native=native)
+    runner = load(tiny_directory, kv_cache_dtype=kv_cache_dtype, native=native)
     assert perplexity(runner, tokens, 64, chunk_tokens=5) == pytest.approx(exact, rel=0.02)
     with pytest.raises(ValueError, match="'int3' is not one of"):
         load(tiny_directory, kv_cache_dtype="int3")
@@ -290,7 +291,7 @@ def test_block_arithmetic(tiny_directory: Path) -> None:
     # 2 (k and v) x 2 layers x 16 slots x 2 heads x 8 dims x 4 bytes
     assert bytes_per_block(config, 16, torch.float32) == 4096
     # In bytes, with 4 more for a scale.
-    assert bytes_per_block(config, 16, CACHE_DTYPE) == 2 * 2 * 16 * 2 * 12
+    assert bytes_per_block(config, 16, INT8_CACHE) == 2 * 2 * 16 * 2 * 12
 
 
 @pytest.mark.parametrize(

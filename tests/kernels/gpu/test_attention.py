@@ -22,7 +22,6 @@ def attend(
     num_decodes: int = 0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     causal: bool = True,
     window: int = 0,
     softcap: float = 0.0,
@@ -38,7 +37,6 @@ def attend(
         AttentionVariant(scale, causal, window, softcap, alibi_slopes, sinks),
         (out, lse),
         num_decodes=num_decodes,
-        scales=scales,
     )
     return out
 
@@ -149,25 +147,6 @@ def test_a_row_has_the_same_bits_in_any_company_and_chunk() -> None:
         # The last rows of the third sequence, as if the others had come a step before.
         chunk = part(batch, 2, slice(first, 22))
         assert torch.equal(attend(chunk), together[first:22])
-
-
-@pytest.mark.parametrize("num_decodes", [0, 1])
-def test_int8_keys_with_a_scale_for_each_token_and_head(num_decodes: int) -> None:
-    batch = build(Case([(1, 35), (5, 20)], num_kv_heads=2, group=2, head_dim=32, unused=0.0))
-    quantised, scales = [], []
-    for cache in (batch.k_cache, batch.v_cache):
-        scale = cache.abs().amax(-1).clamp(min=1e-9) / 127
-        quantised.append((cache / scale[..., None]).round().to(torch.int8))
-        scales.append(scale.contiguous())
-    for stored, values in ((0, batch.keys), (1, batch.values)):
-        whole = quantised[stored].float() * scales[stored][..., None]
-        for index, one in enumerate(values):
-            positions = torch.arange(one.shape[0])
-            blocks = batch.block_table[index, positions // 16].long()
-            values[index] = whole[blocks, positions % 16]
-    batch.k_cache, batch.v_cache = quantised
-    got = attend(batch, num_decodes=num_decodes, scales=(scales[0], scales[1]))
-    assert_close(got, oracle(batch, 32**-0.5)[0], torch.float32)
 
 
 def test_it_is_a_backend_of_the_contract() -> None:

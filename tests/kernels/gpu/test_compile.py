@@ -17,19 +17,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.gpu import attention, rms_norm, rope_write_kv, sampling, silu_mul
 
-X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
+X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
     q=X, pool=(X, X, F, F), index=(I, I, I), extras=(F, F), parts=(F, F, F), results=(X, F),
-    q_strides=("i64", "i64"), pool_strides=("i64",) * 8, out_strides=("i64",) * 3,
+    q_strides=("i64", "i64"), pool_strides=("i64",) * 12, out_strides=("i64",) * 3,
     table_stride="i64", sequences=("i32", "i32"), variant=("fp32", "fp32", "i32"), cu_seqlens_q=I,
 )
-KIND = (True, True, True, True)
-attention_sizes = dict(GROUP=4, SEGMENTS=16, SINKS=True, LSE=True, KIND=KIND, NUM_HEADS=32)
+attention_sizes = dict(
+    GROUP=4, SEGMENTS=16, SINKS=True, LSE=True, KIND=(True, True, True, 0), NUM_HEADS=32
+)
 KERNELS = {
     "single": (attention.single_kernel, ATTENTION, attention_sizes | dict(
         SHAPE=(16, 128, 128, 16, 32))),
-    "chunk": (attention.chunk_kernel, ATTENTION, attention_sizes | dict(
-        QUERIES=16, SHAPE=(16, 80, 128, 64, 32))),
+    "single_fp8": (attention.single_kernel, ATTENTION | dict(pool=(E, E, F, F)),
+        attention_sizes | dict(KIND=(True, True, True, 2), SHAPE=(16, 128, 128, 16, 32))),
+    "chunk_int8": (attention.chunk_kernel, ATTENTION | dict(pool=(B, B, F, F)),
+        attention_sizes | dict(
+            KIND=(True, True, True, 1), QUERIES=16, SHAPE=(16, 80, 128, 64, 32))),
     "merge": (attention.merge_kernel, ATTENTION, attention_sizes | dict(
         HEAD_DIM=128, HEAD_PAD=128)),
     "rms_norm": (rms_norm.rms_norm_kernel, dict(
@@ -38,10 +42,10 @@ KERNELS = {
     "silu_mul": (silu_mul.silu_mul_kernel, dict(gate_up=X, out=X, stride="i64", size="i32"), dict(
         COLUMNS=1024)),
     "rope_write_kv": (rope_write_kv.rope_write_kv_kernel, dict(
-        qkv=X, cos_sin=F, caches=(X, X), slot_mapping=L, qkv_stride="i64", cos_sin_stride="i64",
-        k_strides=("i64",) * 3, v_strides=("i64",) * 3,
+        qkv=X, cos_sin=F, caches=(E, E, F, F), slot_mapping=L, qkv_stride="i64",
+        cos_sin_stride="i64", pool_strides=("i64",) * 12,
     ), dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, ROTARY=64, BLOCK_SIZE=16, HALF_PAD=32,
-            HEAD_PAD=128)),
+            HEAD_PAD=128, FORMAT=2)),
     "sampling": (sampling.sample_kernel, dict(
         logits=F, temperature=F, top_k=I, top_p=F, uniforms=F, tokens=L, stride="i64", size="i32",
         min_temperature="fp32",
@@ -75,7 +79,7 @@ def test_they_compile() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 7
+    assert len(built) == 8
     for name, size, shared in built:
         assert int(size) > 1000, name
         assert int(shared) <= SHARED_BYTES, name

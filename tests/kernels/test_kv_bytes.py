@@ -3,28 +3,35 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.kv_int8 import head_dim_of, quantise_heads, restore_heads
+from kernels.kv_bytes import (
+    FP8_CACHE,
+    INT8_CACHE,
+    head_dim_of,
+    quantise_heads,
+    restore_heads,
+)
 from kernels.native import INSTRUCTION_SETS, NativeKernels, load_native
 from kernels.rope import build_rope_table
 from kernels.rope_write_kv import rope_write_kv
 from tests.kernels.test_attention import MIXED, RELATIVE_ERROR, Batch, Case, attend, build, oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
+CACHES = [INT8_CACHE, FP8_CACHE]
 
 
-def as_bytes(batch: Batch) -> Batch:
+def as_bytes(batch: Batch, cache_dtype: torch.dtype = INT8_CACHE) -> Batch:
     """The same batch on a cache of bytes, and its keys and values as that cache gives them back.
 
     Slots that nothing was written to hold bytes of 255 and a scale that is NaN.
     """
     caches = []
     for cache in (batch.k_cache, batch.v_cache):
-        stored = quantise_heads(cache)
-        stored[torch.isnan(cache).all(dim=-1)] = 255
+        stored = quantise_heads(cache, cache_dtype)
+        stored.view(torch.uint8)[torch.isnan(cache).all(dim=-1)] = 255
         by_head = stored.permute(0, 2, 1, 3).contiguous()
         caches.append(by_head.permute(0, 2, 1, 3))
     keys, values = (
-        [restore_heads(quantise_heads(x), torch.float32) for x in stored]
+        [restore_heads(quantise_heads(x, cache_dtype), torch.float32) for x in stored]
         for stored in (batch.keys, batch.values)
     )
     return Batch(
@@ -44,28 +51,39 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("cache_dtype", CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_come_back_within_half_a_step(dtype: torch.dtype) -> None:
+def test_heads_come_back_within_half_a_step(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     x = (torch.randn(5, 3, 40) * torch.randn(5, 3, 1).exp()).to(dtype)
     x[1, 1] = 0
     x[2, 0, 7] = float("inf")
-    stored = quantise_heads(x)
+    stored = quantise_heads(x, cache_dtype)
     assert stored.shape == (5, 3, 44) and head_dim_of(stored) == 40
     restored = restore_heads(stored, torch.float32)
     assert restored[2, 0].isnan().all() and not restored[1, 1].any()
     sound = torch.isfinite(x).all(dim=-1)
-    step = x.float().abs().amax(dim=-1, keepdim=True)[sound] / 127
-    assert ((restored[sound] - x.float()[sound]).abs() <= step * 0.5001).all()
+    exact = x.float()[sound]
+    peaks = exact.abs().amax(dim=-1, keepdim=True)
+    # e4m3 has 3 bits behind the point of each power of two, of which the least is 448 / 2^15.
+    step = peaks / 127
+    if cache_dtype == FP8_CACHE:
+        step = torch.maximum(exact.abs(), peaks / 448 / 64) / 8
+    assert ((restored[sound] - exact).abs() <= step * 0.5001).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", CACHES)
 def test_attention_matches_the_oracle_of_what_is_stored(
-    maybe_native: NativeKernels | None, block_size: int, dtype: torch.dtype
+    maybe_native: NativeKernels | None,
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> None:
     original = build(Case(MIXED, block_size=block_size, dtype=dtype))
-    batch = as_bytes(original)
-    out = attend(maybe_native, batch, num_decodes=4)
+    batch = as_bytes(original, cache_dtype)
+    # "auto": the native backend does not read e4m3.
+    out = attend(maybe_native, batch, num_decodes=4, backend="auto")
     assert error(out, oracle(batch, 64**-0.5)[0]) < RELATIVE_ERROR[dtype]
     assert error(out, oracle(original, 64**-0.5)[0]) < 5e-2
 
