@@ -178,6 +178,7 @@ class SchedulerCore:
             self.phases.planned(list(batch.pipeline.steps)[-len(plans) :], batch.lanes)
         if batch.num_preempted != num_preempted:
             self.phases.preempted()
+        self.phases.held(batch.planner.held, batch.lanes)
 
     # ---- sequences come and go
 
@@ -452,8 +453,9 @@ class SchedulerCore:
         config = self.config
         self.batch = Batch(pool, shape, self.waiting, config.policies, self.experience)
         self.ledger = LedgerTalk(
-            self.batch, self.waiting, self.totals, prefix_caching=config.prefix_caching
-        )
+            self.batch, self.waiting, self.totals, self.phases,
+            prefix_caching=config.prefix_caching,
+        )  # fmt: skip
 
     def _poll(self, now_ns: int) -> None:
         pipeline = self.batch.pipeline

@@ -24,6 +24,7 @@ from services.contracts.kv import (
 from services.contracts.vectors import unpack
 
 from .batch import Batch
+from .phases import PhaseLog
 from .sequence import Sequence
 from .totals import Totals
 from .waiting import WaitingQueue
@@ -34,15 +35,17 @@ LOOKUPS_AHEAD: Final = 4
 
 
 class LedgerTalk:
-    """Of one batch. Replies are those of its own epoch."""
+    """Of one batch. Replies are those of its own epoch. phases: hear of every lookup."""
 
     def __init__(
-        self, batch: Batch, waiting: WaitingQueue, totals: Totals, *, prefix_caching: bool
-    ) -> None:
+        self, batch: Batch, waiting: WaitingQueue, totals: Totals, phases: PhaseLog, *,
+        prefix_caching: bool,
+    ) -> None:  # fmt: skip
         self._batch = batch
         self._lease = batch.lease
         self._waiting = waiting
         self._totals = totals
+        self._phases = phases
         self._prefix_caching = prefix_caching
 
     # ---- out
@@ -66,6 +69,7 @@ class LedgerTalk:
                 # Its content may be in host memory by now, and the lease has all that is free.
                 yield delta
             self._waiting.begin_lookup(seq)
+            self._phases.asked(seq)
             self._totals.num_prefix_queries += len(ask.token_ids) // 4
             yield ask
 
@@ -75,7 +79,7 @@ class LedgerTalk:
         if not lease.snapshot_due or lease.copies.are_in_flight:
             return []
         for number in list(lease.lookups):
-            self._waiting.end_lookup(lease.give_up_lookup(number))
+            self._give_up(number)
         self._batch.prepare_snapshot()
         return lease.snapshot([(s, lanes.known_token_ids(s)) for s in holders if s.block_ids])
 
@@ -101,6 +105,7 @@ class LedgerTalk:
         seq = lease.close_lookup(reply.number, hits, reply.copies_out, reply.copies_in)
         if seq is not None:
             self._waiting.end_lookup(seq)
+            self._phases.answered(seq, len(hits) * lease.block_size)
             self._totals.num_prefix_hits += len(hits) * lease.block_size
 
     def on_lease(self, reply: LeaseReply) -> None:
@@ -114,13 +119,18 @@ class LedgerTalk:
         """`seq` has ended."""
         lease = self._lease
         for number in [n for n, opened in lease.lookups.items() if opened.seq is seq]:
-            self._waiting.end_lookup(lease.give_up_lookup(number))
+            self._give_up(number)
 
     def give_up_late(self, now_ns: int) -> None:
         lease = self._lease
         for number in [n for n, opened in lease.lookups.items() if now_ns >= opened.give_up_ns]:
-            self._waiting.end_lookup(lease.give_up_lookup(number))
+            self._give_up(number)
             self._batch.stir()
         if lease.open_lease is not None and now_ns >= lease.open_lease.give_up_ns:
             lease.give_up_lease()
             self._batch.stir()
+
+    def _give_up(self, number: int) -> None:
+        seq = self._lease.give_up_lookup(number)
+        self._waiting.end_lookup(seq)
+        self._phases.answered(seq, None)

@@ -1,5 +1,6 @@
 """Where the time of a traced sequence goes: phases that follow each other without a gap, from its
-submission to its end, and the chunks and the first token within them.
+submission to its end, and within them what it waits for (the ledger, a block, its turn), its chunks
+and its first token.
 
     queue ─▶ prefill ─▶ decode ─▶ end
                 ▲  ▲      │ │
@@ -7,7 +8,7 @@ submission to its end, and the chunks and the first token within them.
                 └─── recover ◀────┘      its epoch ended: another worker, or another scheduler
 
 Sequences whose trace is not sampled cost a lookup at each of these transitions, and nothing per
-step.
+step; nor do those that decode in every step.
 
 Pure: time is `now_ns`, monotonic, told at each event.
 """
@@ -49,7 +50,11 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """The phase that a sequence is in. last_id: of its phases and chunks so far."""
+    """The phase that a sequence is in. last_id: of its phases and their parts so far.
+
+    asked_ns: when the ledger was asked for its prefix; held_ns: since when steps leave it out; None
+    where that is not so now.
+    """
 
     seq: Sequence
     place: TraceContext
@@ -57,6 +62,8 @@ class _Open:
     since_ns: int
     last_id: int
     span_id: str = ""
+    asked_ns: int | None = None
+    held_ns: int | None = None
 
 
 class PhaseLog:
@@ -70,6 +77,7 @@ class PhaseLog:
         self._incarnation = incarnation
         self._open: dict[int, _Open] = {}
         self._chunks: dict[int, list[_Chunk]] = {}
+        self._held: dict[int, _Open] = {}
         self._spans: list[TimedSpan] = []
 
     def take(self) -> list[TimedSpan]:
@@ -107,6 +115,37 @@ class PhaseLog:
             if chunks:
                 self._chunks[step.step_id] = chunks
 
+    def asked(self, seq: Sequence) -> None:
+        """The ledger, for the prefix of `seq`, which waits for the answer."""
+        opened = self._open.get(seq.uid)
+        if opened is not None:
+            opened.asked_ns = self.now_ns
+
+    def answered(self, seq: Sequence, num_hit_tokens: int | None) -> None:
+        """That lookup is over. None: it was given up, for the ledger was silent or has to be told
+        everything first, or `seq` has ended.
+        """
+        opened = self._open.get(seq.uid)
+        if opened is not None and opened.asked_ns is not None:
+            given_up = num_hit_tokens is None
+            facts: dict[str, Attribute] = {"num_hit_tokens": num_hit_tokens or 0}
+            self._add(opened, "kv lookup", opened.asked_ns, facts | {"given_up": int(given_up)})
+            opened.asked_ns = None
+
+    def held(self, held: list[int], lanes: LaneTable) -> None:
+        """Lanes that the last step left out: for want of a block, of budget, or of their turn."""
+        if not self._held and not (held and self._open):
+            return
+        seqs = [seq for lane in held if (seq := lanes.sequences[lane]) is not None]
+        uids = {seq.uid for seq in seqs}
+        for opened in [opened for uid, opened in self._held.items() if uid not in uids]:
+            self._let_go(opened)
+        for seq in seqs:
+            opened_now = self._open.get(seq.uid)
+            if opened_now is not None and opened_now.held_ns is None:
+                opened_now.held_ns = self.now_ns
+                self._held[seq.uid] = opened_now
+
     def arrived(self, step: Step) -> None:
         """The result of `step`; to be told before the sequences that it ends."""
         for chunk in self._chunks.pop(step.step_id, ()):
@@ -134,6 +173,7 @@ class PhaseLog:
         """The epoch has ended: what ran waits again, and the steps in flight are void."""
         self._chunks.clear()
         for opened in self._open.values():
+            self.answered(opened.seq, None)
             if opened.phase is not Phase.QUEUE:
                 self._turn(opened, Phase.RECOVER)
 
@@ -146,6 +186,9 @@ class PhaseLog:
         assert self._open.keys() <= {seq.uid for seq in live}, (
             "a phase of a sequence that has ended"
         )
+        assert self._held.keys() <= self._open.keys(), "held, and in no phase"
+        for opened in self._held.values():
+            assert opened.phase in RUNNING, "held, and does not run"
 
     # ---- spans
 
@@ -156,7 +199,14 @@ class PhaseLog:
         opened.phase, opened.since_ns = phase, self.now_ns
         opened.span_id = self._next_id(opened)
 
+    def _let_go(self, opened: _Open) -> None:
+        if opened.held_ns is not None:
+            self._add(opened, "hold", opened.held_ns, {})
+            opened.held_ns = None
+            del self._held[opened.seq.uid]
+
     def _close(self, opened: _Open, facts: dict[str, Attribute]) -> None:
+        self._let_go(opened)
         seq = opened.seq
         self._spans.append(
             TimedSpan(

@@ -99,8 +99,8 @@ class Step:
 class Planner:
     """Fills steps from lanes, queue and lease; owns the order of those that are still catching up.
 
-    starved: in the last step a running sequence lacked a block. votes: of the other schedulers of
-    the data-parallel group, for prefill attempts.
+    starved: in the last step a running sequence lacked a block. held: lanes that it left out.
+    votes: of the other schedulers of the data-parallel group, for prefill attempts.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Planner:
         self.experience = experience
         self.catching_up: list[Sequence] = []
         self.starved = False
+        self.held: list[int] = []
         self.votes: tuple[bool, ...] = ()
         self._num_decode_steps = 0
         self._num_prefill_steps = 0
         self._group_left = 0
-        self._held: list[int] = []
         self._append_lanes: list[int] = []
         self._append_blocks: list[int] = []
         self._joins: list[LaneJoin] = []
@@ -135,7 +135,7 @@ class Planner:
         kind = self._kind()
         decodes = self._decoding_lanes() if kind.decode else NO_LANES
         if not kind.prefill:
-            self._held.extend(seq.lane for seq in self._behind())
+            self.held.extend(seq.lane for seq in self._behind())
         elif self.catching_up or len(self.waiting):
             budget = self._budget(decodes) - len(decodes)
             budget -= self._continue_chunks(budget)
@@ -161,8 +161,8 @@ class Planner:
         return self._advance(step_id, NO_LANES, PREFILL)
 
     def _clear(self) -> None:
-        self._held, self._joins, self._chunks, self._started = [], [], [], []
-        self._append_lanes, self._append_blocks = [], []
+        self.held, self._append_lanes, self._append_blocks = [], [], []
+        self._joins, self._chunks, self._started = [], [], []
         self.lease.shortage = 0
         self.starved = False
 
@@ -219,7 +219,7 @@ class Planner:
             alone = [seq.lane for seq in self.experience.suspects.alone if seq.lane != NO_LANE]
             decoding = decoding.copy()
             decoding[alone] = False
-            self._held.extend(alone)
+            self.held.extend(alone)
         decodes: LaneIndices = decoding.nonzero()[0]
         lacking = (decoding & (lanes.computed == lanes.capacity)).nonzero()[0]
         if not len(lacking):
@@ -240,7 +240,7 @@ class Planner:
             return []
         seqs.sort(key=lambda seq: seq.order)
         held = [seq.lane for seq in seqs if not self._grow(seq, 1)]
-        self._held.extend(held)
+        self.held.extend(held)
         return held
 
     # ---- 2. sequences that are still catching up
@@ -266,7 +266,7 @@ class Planner:
                 self._chunks.append((seq.lane, chunk))
                 given += chunk
             else:
-                self._held.append(seq.lane)
+                self.held.append(seq.lane)
         return given
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
@@ -452,7 +452,7 @@ class Planner:
             sampled=sampled,
             num_decodes=len(decodes),
             chunks=self._chunks,
-            held=self._held,
+            held=self.held,
             joins=self._joins,
             started=self._started,
             append_lanes=self._append_lanes,

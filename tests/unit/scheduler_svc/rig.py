@@ -17,7 +17,14 @@ from kv_store.core import Asked, KvCore
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from scheduler_svc.events import AbortAsked, Event, Reply, SendUpdates, Submitted
 from scheduler_svc.policies import Policies
-from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupRequest
+from services.contracts.kv import (
+    KvDelta,
+    KvSnapshot,
+    KvStatus,
+    LeaseReply,
+    LeaseRequest,
+    LookupRequest,
+)
 from services.contracts.sampling import SamplingParams
 from services.contracts.sequences import (
     AbortSequences,
@@ -145,6 +152,12 @@ class Rig:
     def ask_ledger(self, request: LookupRequest | LeaseRequest) -> list[Any]:
         (reply,) = self.kv.handle(Asked(request, ""), self.now_ns)
         return self.handle(reply.message)  # type: ignore[arg-type]
+
+    def grant(self, block_ids: list[int], available: int = 5) -> list[Any]:
+        """The answer to the last LeaseRequest."""
+        asked = self.last(LeaseRequest)
+        ids = (asked.generation, asked.epoch, asked.number)
+        return self.handle(LeaseReply(*ids, KvStatus.OK, pack(block_ids), available))
 
     def submit(self, seq_id: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Any:
         """-> the SubmitReply."""

@@ -6,9 +6,13 @@ import itertools
 
 import pytest
 
+from scheduler_svc.lease import LOOKUP_WAIT_NS
+from scheduler_svc.policies import Policies
 from services.contracts.beats import Beat, ServiceKind
+from services.contracts.kv import KvStatus, LookupReply, LookupRequest
 from services.contracts.spans import TimedSpan
 from services.contracts.trace_context import TraceContext
+from services.contracts.vectors import pack
 from tests.unit.scheduler_svc.rig import MS, Rig
 
 PLACE = TraceContext("ab" * 16, "cd" * 8, sampled=True)
@@ -151,3 +155,79 @@ def test_the_worker_hears_of_sampled_sequences_alone() -> None:
     rig = Rig()
     traced(rig, "s1", [1, 2, 3], 4)
     assert [join.traceparent for plan in rig.plans for join in plan.join] == [PLACE.traceparent]
+
+
+def waiting_for_lookup() -> tuple[Rig, int]:
+    """A ledger that answers when the test says -> the rig, and when its sequence was submitted."""
+    rig = Rig(ledger=False)
+    rig.grant([1, 2, 3, 4, 5, 6, 7, 8])
+    return rig, traced(rig, "s1", list(range(20)), 4)
+
+
+def test_a_lookup_is_a_part_of_the_wait() -> None:
+    rig, begun = waiting_for_lookup()
+    rig.now_ns += 3 * MS
+    asked = rig.last(LookupRequest)
+    hits = pack([9, 10])
+    rig.handle(LookupReply(asked.generation, asked.epoch, asked.number, KvStatus.OK, hits))
+    steps(rig)
+    (lookup,) = [s for s in parts(rig, "s1") if s.name == "kv lookup"]
+    assert (lookup.start_ns, lookup.end_ns) == (begun, begun + 3 * MS)
+    assert lookup.attributes == {"num_hit_tokens": 8, "given_up": 0}
+    assert lookup.parent_id == phases(rig, "s1")[0].span_id
+    check_partition(rig, "s1", begun)
+
+
+@pytest.mark.parametrize("how", ["silence", "abort", "another worker"])
+def test_a_lookup_that_is_given_up_says_so(how: str) -> None:
+    rig, begun = waiting_for_lookup()
+    rig.now_ns += 5 * MS
+    if how == "abort":
+        rig.abort("s1")
+    elif how == "silence":
+        rig.tick(LOOKUP_WAIT_NS)
+    else:
+        rig.handle(Beat(ServiceKind.GPU_WORKER, "worker-0", generation=rig.generation + 1))
+    (lookup,) = [s for s in parts(rig, "s1") if s.name == "kv lookup"]
+    assert lookup.attributes == {"num_hit_tokens": 0, "given_up": 1}
+    assert (lookup.start_ns, lookup.end_ns) == (begun, rig.now_ns)
+
+
+def holds(rig: Rig, seq_id: str) -> list[tuple[int, int]]:
+    return [(s.start_ns, s.end_ns) for s in parts(rig, seq_id) if s.name == "hold"]
+
+
+def test_who_lacks_a_block_is_on_hold_until_the_lease_has_it() -> None:
+    rig = Rig(max_num_seqs=2, num_blocks=9, ledger=False)
+    rig.grant([1])
+    begun = traced(rig, "s1", [1, 2, 3], 5)
+    steps(rig)
+    assert len(rig.tokens(1)) == 2 and not holds(rig, "s1"), "it is still on hold"
+    rig.now_ns += 7 * MS
+    rig.grant([2])
+    granted_ns = rig.now_ns
+    steps(rig)
+    ((since_ns, until_ns),) = holds(rig, "s1")
+    assert until_ns == granted_ns and until_ns - since_ns >= 7 * MS
+    check_partition(rig, "s1", begun)
+
+
+def test_who_must_wait_for_its_turn_is_on_hold() -> None:
+    """Two prompts in chunks of four, apart from the decode steps of the one that is through."""
+    rig = Rig(budget=4, policies=Policies(step_kind="separate"), prefix_caching=False)
+    begun = {f"s{n}": traced(rig, f"s{n}", [n] * 14, 6) for n in (1, 2)}
+    steps(rig)
+    assert holds(rig, "s2"), "the first prompt takes the whole budget"
+    for seq_id, at_ns in begun.items():
+        check_partition(rig, seq_id, at_ns)
+
+
+def test_an_abort_ends_a_hold() -> None:
+    rig = Rig(max_num_seqs=2, num_blocks=9, ledger=False)
+    rig.grant([1])
+    begun = traced(rig, "s1", [1, 2, 3], 5)
+    steps(rig)
+    rig.now_ns += MS
+    rig.abort("s1")
+    assert [until_ns for _, until_ns in holds(rig, "s1")] == [rig.now_ns]
+    check_partition(rig, "s1", begun)

@@ -8,7 +8,6 @@ from services.contracts.errors import ErrorCode
 from services.contracts.kv import (
     KvDelta,
     KvStatus,
-    LeaseReply,
     LeaseRequest,
     LookupReply,
     LookupRequest,
@@ -38,7 +37,7 @@ def test_five_requests_share_three_lanes() -> None:
     for number, count in enumerate(counts, 1):
         rig.submit(f"s{number}", [number], count)
     assert not rig.plans, "nothing runs without blocks"
-    _grant(rig, list(range(1, 20)))
+    rig.grant(list(range(1, 20)))
     assert rig.drain() == 8
     assert [len(plan.join) for plan in rig.plans] == [3, 0, 0, 1, 1, 0, 0, 0]
     for number, count in enumerate(counts, 1):
@@ -176,7 +175,7 @@ def test_blocks_are_committed_only_after_the_result_that_filled_them() -> None:
 def test_a_lane_without_a_block_is_held_and_goes_on_when_the_grant_comes() -> None:
     rig = Rig(max_num_seqs=2, block_size=4, num_blocks=9, ledger=False)
     grants = iter([1, 2, 3, 4])
-    _grant(rig, [next(grants)])
+    rig.grant([next(grants)])
     rig.submit("s1", [1, 2, 3], 9)
     rig.step()
     rig.step()
@@ -187,30 +186,16 @@ def test_a_lane_without_a_block_is_held_and_goes_on_when_the_grant_comes() -> No
     assert len(rig.tokens(1)) == 2
     assert rig.core.beat().engine.num_preemptions == 0  # type: ignore[union-attr]
     assert rig.last(LeaseRequest) == asked
-    _grant(rig, [next(grants)])
+    rig.grant([next(grants)])
     assert rig.queue
     while rig.queue:
         rig.step()
     assert rig.tokens(1) == answer([1, 2, 3], 6)
 
 
-def _grant(rig: Rig, block_ids: list[int], available: int = 5) -> None:
-    asked = rig.last(LeaseRequest)
-    rig.handle(
-        LeaseReply(
-            asked.generation,
-            asked.epoch,
-            asked.number,
-            KvStatus.OK,
-            pack(block_ids),
-            available,
-        )
-    )
-
-
 def test_a_sequence_waits_for_its_lookup_20_ms_at_most() -> None:
     rig = Rig(ledger=False, block_size=4)
-    _grant(rig, [1, 2, 3, 4, 5])
+    rig.grant([1, 2, 3, 4, 5])
     rig.submit("s1", list(range(9)), 2)
     assert not rig.plans
     assert rig.core.wake_at_ns == LOOKUP_WAIT_NS
@@ -223,7 +208,7 @@ def test_a_sequence_waits_for_its_lookup_20_ms_at_most() -> None:
 
 def test_a_late_lookup_changes_nothing() -> None:
     rig = Rig(ledger=False, block_size=4)
-    _grant(rig, [1, 2, 3, 4, 5])
+    rig.grant([1, 2, 3, 4, 5])
     rig.submit("s1", list(range(9)), 2)
     asked = rig.last(LookupRequest)
     rig.tick(LOOKUP_WAIT_NS)
@@ -238,7 +223,7 @@ def test_a_late_lookup_changes_nothing() -> None:
 
 def test_a_step_never_waits_for_a_lookup() -> None:
     rig = Rig(ledger=False, block_size=4)
-    _grant(rig, [1, 2, 3, 4, 5])
+    rig.grant([1, 2, 3, 4, 5])
     rig.submit("s1", [1, 2], 20)
     rig.submit("s2", list(range(9)), 2)
     planned = len(rig.plans)
