@@ -78,6 +78,7 @@ class PhaseLog:
         self._open: dict[int, _Open] = {}
         self._chunks: dict[int, list[_Chunk]] = {}
         self._held: dict[int, _Open] = {}
+        self._prefilling: dict[int, _Open] = {}
         self._spans: list[TimedSpan] = []
 
     def take(self) -> list[TimedSpan]:
@@ -99,21 +100,34 @@ class PhaseLog:
     def planned(self, steps: Iterable[Step], lanes: LaneTable) -> None:
         """`steps` were published just now."""
         for step in steps:
-            if not step.chunks or not self._open:
+            if not self._open or not (step.chunks or self._prefilling):
                 continue
             joined = {join.lane for join in step.joins}
-            sampled = set(step.sampled.tolist())
             chunks = []
-            for lane, count in step.chunks:
+            for lane, count in self._chunks_of(step):
                 seq = step.departed.get(lane) or lanes.occupant(lane)
                 opened = self._open.get(seq.uid)
                 if opened is None:
                     continue
                 if lane in joined:
                     self._turn(opened, Phase.PREFILL)
-                chunks.append(_Chunk(seq.uid, count, lane in sampled))
+                is_last = bool((step.sampled == lane).any())
+                chunks.append(_Chunk(seq.uid, count, is_last))
+                if is_last:
+                    self._prefilling.pop(seq.uid, None)
             if chunks:
                 self._chunks[step.step_id] = chunks
+
+    def _chunks_of(self, step: Step) -> list[tuple[int, int]]:
+        """(lane, tokens); also of those whose last chunk left one token, which is a decode then."""
+        chunks = list(step.chunks)
+        named = {lane for lane, _ in chunks}
+        departed = {seq.uid: lane for lane, seq in step.departed.items()}
+        for uid, opened in self._prefilling.items():
+            lane = departed.get(uid, opened.seq.lane)
+            if lane not in named and (step.sampled == lane).any():
+                chunks.append((lane, 1))
+        return chunks
 
     def asked(self, seq: Sequence) -> None:
         """The ledger, for the prefix of `seq`, which waits for the answer."""
@@ -186,9 +200,9 @@ class PhaseLog:
         assert self._open.keys() <= {seq.uid for seq in live}, (
             "a phase of a sequence that has ended"
         )
-        assert self._held.keys() <= self._open.keys(), "held, and in no phase"
-        for opened in self._held.values():
-            assert opened.phase in RUNNING, "held, and does not run"
+        assert self._held.keys() | self._prefilling.keys() <= self._open.keys()
+        assert all(opened.phase in RUNNING for opened in self._held.values())
+        assert all(opened.phase is Phase.PREFILL for opened in self._prefilling.values())
 
     # ---- spans
 
@@ -197,6 +211,8 @@ class PhaseLog:
             return
         self._close(opened, {})
         opened.phase, opened.since_ns = phase, self.now_ns
+        if phase is Phase.PREFILL:
+            self._prefilling[opened.seq.uid] = opened
         opened.span_id = self._next_id(opened)
 
     def _let_go(self, opened: _Open) -> None:
@@ -208,6 +224,7 @@ class PhaseLog:
     def _close(self, opened: _Open, facts: dict[str, Attribute]) -> None:
         self._let_go(opened)
         seq = opened.seq
+        self._prefilling.pop(seq.uid, None)
         self._spans.append(
             TimedSpan(
                 name=opened.phase.value,

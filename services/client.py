@@ -6,6 +6,9 @@ Copy this file into a program of your own; it needs `nats-py` and `msgpack`, not
         async for frame in client.generate("smollm2-135m", prompt="Hi", max_tokens=20):
             show(frame["text"])
 
+A `Client(..., on_span=spans.append)` makes an OpenTelemetry span of every request, the root of its
+trace in the mesh or the child of the caller's; it leaves no program by itself.
+
 Invariants: every token of an answer comes once and in order, whatever dies meanwhile (what is
 missing is asked for again, what is known is trimmed); a generator that is closed early cancels its
 request; nothing is waited for without an end.
@@ -26,7 +29,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, Self
 
 import msgpack
@@ -49,6 +52,9 @@ ABSENCE_S: Final = 10.0
 """A mesh that has answered before is waited for so long: its services may be starting again."""
 
 Frame = dict[str, Any]
+Span = dict[str, Any]
+_TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_ASKED: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -73,16 +79,19 @@ class Client:
         inbox_prefix: str = "_INBOX",
         first_frame_timeout_s: float = 120.0,
         next_frame_timeout_s: float = 120.0,
+        on_span: Callable[[Span], None] | None = None,
     ) -> None:
         """inbox_prefix: first token of the inboxes that the bus lets this user read.
 
-        A request ends with `timeout` where nothing new comes for so long.
+        A request ends with `timeout` where nothing new comes for so long. on_span: is given the
+        span of each request when that has ended (`RequestSpan.end`), and must not raise.
         """
         self.first_frame_timeout_s = first_frame_timeout_s
         self.next_frame_timeout_s = next_frame_timeout_s
         self.prefix = prefix
         self.inbox = ""
         self.answered: set[str] = set()
+        self._on_span = on_span
         self._url = url
         self._inbox_prefix = inbox_prefix
         self._connection = Connection()
@@ -140,6 +149,9 @@ class Client:
         if request.get("seed") is None:
             # Drawn here, so that a retry is the same request and gets the same tokens.
             request["seed"] = secrets.randbits(63)
+        on_span = self._on_span if _is_sampled(traceparent) else None
+        span = RequestSpan(model, request, traceparent, tracestate)
+        traceparent = span.traceparent if on_span else traceparent
         trace = {"traceparent": traceparent, "tracestate": tracestate}
         headers = {name: value for name, value in trace.items() if value} or None
         number = str(next(self._numbers))
@@ -150,13 +162,17 @@ class Client:
             while not finished:
                 frame = await call.next()
                 finished = frame["finish_reason"] is not None
+                span.see(frame)
                 yield frame
         except StreetcarClientError as error:
             # What the mesh itself has ended needs no cancel.
             finished = error.code not in {"slow_client", "timeout"}
+            span.error = error.code
             raise
         finally:
             del self._calls[number]
+            if on_span is not None:
+                on_span(span.end(call.num_sent, call.num_resumes))
             if not finished:
                 await self.cancel(request["request_id"])
 
@@ -198,6 +214,8 @@ class _Call:
         self._headers = headers
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue(MAX_QUEUED_FRAMES)
         self._received = Received()
+        self.num_sent = 0
+        self.num_resumes = 0
         self._slow = False
         self._unanswered = 0
         self._pause_s = ASK_AFTER_S
@@ -238,6 +256,7 @@ class _Call:
             )
             raise StreetcarClientError("payload_too_large", message, 413)
         subject = f"generate.{self._model}"
+        self.num_sent += 1
         try:
             await self._client.publish(subject, payload, reply=self._inbox, headers=self._headers)
         except nats.errors.Error as error:
@@ -283,6 +302,7 @@ class _Call:
             await self.send(retry=True)
             return
         self._unanswered += 1
+        self.num_resumes += 1
         payload = msgpack.packb({"offset": self._received.num_tokens})
         with contextlib.suppress(nats.errors.Error):
             await self._client.publish(f"resume.{self.request_id}", payload)
@@ -360,6 +380,78 @@ class Received:
         self.num_tokens += len(frame["token_ids"])
         self.num_chars += len(frame["text"])
         return bool(frame["token_ids"] or frame["text"] or frame.get("prompt_logprobs"))
+
+
+class RequestSpan:
+    """One request as its client saw it: a span of kind client, named and described by the GenAI
+    conventions of OpenTelemetry. No text, and no tokens.
+    """
+
+    def __init__(
+        self, model: str, request: Frame, traceparent: str | None, tracestate: str | None
+    ) -> None:
+        caller = _TRACEPARENT.fullmatch(traceparent or "")
+        self._trace_id, self._parent_id = (
+            caller.group(1, 2) if caller else (secrets.token_hex(16), "")
+        )
+        self._span_id = secrets.token_hex(8)
+        self.traceparent = f"00-{self._trace_id}-{self._span_id}-01"
+        self.error = ""
+        self._model = model
+        self._request = request
+        self._tracestate = tracestate or ""
+        self._unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
+        self._seen: dict[str, Any] = {}
+
+    def see(self, frame: Frame) -> None:
+        """A frame has come."""
+        if frame["token_ids"] and "gen_ai.response.time_to_first_chunk" not in self._seen:
+            first_s = (time.monotonic_ns() - self._start_ns) / 1e9
+            self._seen["gen_ai.response.time_to_first_chunk"] = first_s
+        if frame["finish_reason"] is not None:
+            self._seen["gen_ai.response.finish_reasons"] = frame["finish_reason"]
+            usage = frame.get("usage") or {}
+            self._seen |= {
+                "gen_ai.usage.input_tokens": usage.get("prompt_tokens", 0),
+                "gen_ai.usage.output_tokens": usage.get("completion_tokens", 0),
+                "gen_ai.usage.cache_read.input_tokens": usage.get("cached_tokens", 0),
+            }
+
+    def end(self, num_sent: int, num_resumes: int) -> Span:
+        """-> the closed span: ids in hex, wall time of its beginning, monotonic duration."""
+        kind = "chat" if "messages" in self._request else "text_completion"
+        asked = {
+            name: self._request[name] for name in _ASKED if self._request.get(name) is not None
+        }
+        return {
+            "trace_id": self._trace_id,
+            "span_id": self._span_id,
+            "parent_id": self._parent_id,
+            "name": f"{kind} {self._model}",
+            "kind": "client",
+            "service": "client",
+            "start_unix_ns": self._unix_ns,
+            "duration_ns": time.monotonic_ns() - self._start_ns,
+            "request_id": self._request["request_id"],
+            "tracestate": self._tracestate,
+            "attributes": {
+                "gen_ai.operation.name": kind,
+                "gen_ai.provider.name": "streetcar",
+                "gen_ai.request.model": self._model,
+                **{f"gen_ai.request.{name}": value for name, value in asked.items()},
+                "gen_ai.response.id": self._request["request_id"],
+                **self._seen,
+                "streetcar.num_sent": num_sent,
+                "streetcar.num_resumes": num_resumes,
+            },
+            "error": self.error,
+        }
+
+
+def _is_sampled(traceparent: str | None) -> bool:
+    """False only where the caller's own context says so: then nobody records the request."""
+    caller = _TRACEPARENT.fullmatch(traceparent or "")
+    return caller is None or bool(int(caller.group(3), 16) & 1)
 
 
 async def _ignore(_error: Exception) -> None:

@@ -129,7 +129,7 @@ class AdmissionService:
         self._engine_heard = asyncio.Event()
         # The server answers here where nobody listens to a frame.
         self.watch = bus.new_inbox()
-        self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._flush_when_due)
+        self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._after_turn)
         self.dropped: Counter[str] = Counter()
 
     # ---- requests in
@@ -197,7 +197,7 @@ class AdmissionService:
             )
             await self._send_frame(SendFrame(delivery.reply, encoding, frame))
             self._spans.refused(request_id, arrival, error.code, time.monotonic_ns())
-            self._record_spans()
+            self.actor.wake()
             self._log.info("request_refused", request_id=request_id, code=error.code.value)
             return
         self._spans.opened(ticket, arrival, time.monotonic_ns())
@@ -217,6 +217,12 @@ class AdmissionService:
             return None
 
     # ---- effects out
+
+    async def _after_turn(self, num_queued: int) -> None:
+        await self._flush_when_due(num_queued)
+        # At once, not at the request's end, so that what is closed outlives this process.
+        for span in self._spans.take():
+            self._recorder.record(span)
 
     async def _flush_when_due(self, num_queued: int) -> None:
         """Show some of what has come once the inbox is empty, no more often than showing is cheap.
@@ -276,12 +282,7 @@ class AdmissionService:
     def _frame_sent(self, effect: SendFrame) -> None:
         end = self._spans.shown(effect, time.monotonic_ns())
         if end is not None:
-            self._record_spans()
             self._log.info("request_ended", **dataclasses.asdict(end))
-
-    def _record_spans(self) -> None:
-        for span in self._spans.take():
-            self._recorder.record(span)
 
     async def _send_frame(self, effect: SendFrame) -> None:
         frame = effect.frame

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from services.cli.output import print_json
-from services.cli.requests import RequestOptions, cluster_of, connected
+from services.cli.requests import RequestOptions, Traces, cluster_of, connected
 
 if TYPE_CHECKING:
     from services.client import Client
@@ -27,6 +27,7 @@ def chat(
     options: RequestOptions | None = None,
     *,
     system: str | None = None,
+    trace: bool = False,
     json: bool = False,
 ) -> int:
     """Talk with the model; one answer if a message is given, else until end of input.
@@ -37,26 +38,38 @@ def chat(
         A single question.
     system
         Instructions that stand before the conversation.
+    trace
+        Show on standard error where the time of each answer went.
     json
-        Print every frame as one object; questions are the lines of standard input.
+        Print every frame as one object, and with --trace every span; questions are the lines of
+        standard input.
     """
     asked = options or RequestOptions()
-    asyncio.run(_chat(message, system, asked, as_json=json))
+    asyncio.run(_chat(message, system, asked, traced=trace, as_json=json))
     return 0
 
 
 async def _chat(
-    message: str | None, system: str | None, options: RequestOptions, *, as_json: bool
+    message: str | None,
+    system: str | None,
+    options: RequestOptions,
+    *,
+    traced: bool,
+    as_json: bool,
 ) -> None:
     settings, cluster, model = cluster_of(options)
+    traces = Traces(settings, cluster, as_json=as_json)
     messages: Messages = [{"role": "system", "content": system}] if system else []
-    async with connected(cluster.nats_url, settings.subject_prefix) as client:
+    on_span = traces.add if traced else None
+    async with connected(cluster.nats_url, settings.subject_prefix, on_span) as client:
         if message is not None:
             await _turn(client, model, messages, message, options, as_json=as_json)
+            await traces.show()
             return
         while (line := await asyncio.to_thread(_read_line, quiet=as_json)) is not None:
             if line.strip():
                 await _turn(client, model, messages, line, options, as_json=as_json)
+                await traces.show()
 
 
 async def _turn(

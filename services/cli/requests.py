@@ -6,7 +6,7 @@ Shell: reads settings; the client owns the network.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,13 +52,39 @@ class RequestOptions:
         return named or catalog.served_name(settings.model)
 
 
+class Traces:
+    """`--trace`: shows the trace of each request after its answer, with the client's own span,
+    which nobody else has.
+    """
+
+    def __init__(self, settings: Settings, cluster: RunningCluster, *, as_json: bool) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._as_json = as_json
+        self._spans: list[dict[str, Any]] = []
+
+    def add(self, span: dict[str, Any]) -> None:
+        self._spans.append(span)
+
+    async def show(self) -> None:
+        """What was added since the last call. Raises Problem where the bus does not let us ask."""
+        from services.cli.trace import show_own
+
+        spans, self._spans = self._spans, []
+        for span in spans:
+            url, prefix = self._cluster.watch_url, self._settings.subject_prefix
+            await show_own(url, prefix, span, as_json=self._as_json)
+
+
 @asynccontextmanager
-async def connected(url: str, prefix: str) -> AsyncIterator[Client]:
+async def connected(
+    url: str, prefix: str, on_span: Callable[[dict[str, Any]], None] | None = None
+) -> AsyncIterator[Client]:
     """A client whose errors come as Problems."""
     from services.client import Client, StreetcarClientError
 
     try:
-        async with Client(url, prefix=prefix) as client:
+        async with Client(url, prefix=prefix, on_span=on_span) as client:
             yield client
     except StreetcarClientError as error:
         title = f"Request refused ({error.code})"

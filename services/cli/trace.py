@@ -65,6 +65,20 @@ def trace(
     return 0
 
 
+async def show_own(url: str, prefix: str, span: dict[str, Any], *, as_json: bool) -> None:
+    """The trace of a request of this process; `span` is its client's own (`services.client`)."""
+    from services.cli.waterfall import show
+    from services.contracts.spans import SpanKind, SpanRecord
+
+    own = SpanRecord(**span | {"kind": SpanKind(span["kind"])})
+    spans, notes = await gather(url, prefix, own.request_id)
+    if as_json:
+        for record in (own, *spans):
+            print_json(as_dict(record))
+        return
+    show(own.request_id, [own, *spans], notes, to_stderr=True)
+
+
 def as_dict(span: SpanRecord) -> dict[str, Any]:
     """The span with its field names, which the wire leaves out."""
     links = [msgspec.structs.asdict(link) for link in span.links]
@@ -80,14 +94,14 @@ async def gather(url: str, prefix: str, request_id: str) -> tuple[list[SpanRecor
 
     async with connect(url) as client:
         names = Subjects(prefix)
-        replies = await _ask(client, names.trace(request_id))
+        replies = await ask(client, names.trace(request_id))
         if replies and not _has_ended(replies):
             await asyncio.sleep(SETTLE_S)
-            replies = await _ask(client, names.trace(request_id))
+            replies = await ask(client, names.trace(request_id))
         own = {span.trace_id for r in replies for span in r.spans if span.request_id == request_id}
         # Those that know the request have said which traces it is in; now everybody is asked.
         for trace_id in own:
-            replies += await _ask(client, names.trace(trace_id))
+            replies += await ask(client, names.trace(trace_id))
     found = {(span.trace_id, span.span_id): span for reply in replies for span in reply.spans}
     cut = sorted({reply.service for reply in replies if reply.cut})
     notes = [f"{service} has more spans than one message takes" for service in cut]
@@ -100,8 +114,8 @@ def _has_ended(replies: list[TraceReply]) -> bool:
     return not kinds.isdisjoint({"server", "consumer"})
 
 
-async def _ask(client: Any, subject: str) -> list[TraceReply]:
-    """Whatever answers within the window."""
+async def ask(client: Any, subject: str) -> list[TraceReply]:
+    """What comes within the window from those that know the request or the trace."""
     from services.contracts.codec import Decoder
     from services.contracts.errors import WireError
     from services.contracts.spans import TraceReply

@@ -13,13 +13,14 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from services.contracts.spans import SpanRecord
+from services.contracts.spans import Attribute, SpanRecord
 
 BAR_WIDTH: Final = 30
 NAME_WIDTH: Final = 28
 SERVICE_WIDTH: Final = 10
 MAX_ROWS: Final = 200
 COLOURS: Final = {
+    "client": "blue",
     "gateway": "cyan",
     "admission": "green",
     "scheduler": "yellow",
@@ -29,6 +30,7 @@ _SHOWN: Final = (
     "num_tokens",
     "num_prefill_tokens",
     "num_cached_tokens",
+    "num_hit_tokens",
     "num_output_tokens",
     "num_preemptions",
     "step_id",
@@ -39,6 +41,8 @@ _SHOWN: Final = (
     "streetcar.num_submissions",
     "finish_reason",
     "gen_ai.response.finish_reasons",
+    "gen_ai.response.time_to_first_chunk",
+    "streetcar.num_resumes",
 )
 """Attributes worth a place on the line; `--json` has them all."""
 
@@ -92,9 +96,11 @@ def _around(step: SpanRecord, own: Sequence[SpanRecord], root: SpanRecord) -> Sp
     return min(around, key=lambda span: span.duration_ns, default=root)
 
 
-def show(request_id: str, spans: Sequence[SpanRecord], notes: Sequence[str]) -> None:
+def show(
+    request_id: str, spans: Sequence[SpanRecord], notes: Sequence[str], *, to_stderr: bool = False
+) -> None:
     """Print it; lines are cut to the terminal, and as long as they need to be in a pipe."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=to_stderr)
     named = Counter(span.trace_id for span in spans if span.request_id == request_id)
     trace_id = named.most_common(1)[0][0] if named else spans[0].trace_id
     found = rows(spans, trace_id)
@@ -121,7 +127,7 @@ def line(row: Row, first_ns: int, whole_ns: int) -> Text:
     name = "  " * row.depth + ("~ " if row.linked else "") + span.name
     offset_ns = span.start_unix_ns - first_ns
     facts = [
-        f"{key.rpartition('.')[2]} {span.attributes[key]}"
+        f"{key.rpartition('.')[2]} {_short(span.attributes[key])}"
         for key in _SHOWN
         if span.attributes.get(key) not in (None, 0, "")
     ]
@@ -137,6 +143,10 @@ def line(row: Row, first_ns: int, whole_ns: int) -> Text:
         text.append(f"error {span.error}  ", style="red")
     text.append("  ".join(facts), style="dim")
     return text
+
+
+def _short(value: Attribute) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def bar(offset_ns: int, duration_ns: int, whole_ns: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 import services.client
 from services.client import Client, Frame, Received, StreetcarClientError
 from services.contracts.errors import ErrorCode
+from services.contracts.spans import SpanKind, SpanRecord
 from services.runtime.nats_server import NatsServer
 from tests.unit.fake_admission import (
     MODEL,
@@ -60,6 +61,51 @@ async def test_frames_come_in_order_and_end_with_usage(fake: FakeAdmission, clie
     assert frames[-1]["usage"]["completion_tokens"] == 3
     assert fake.headers[0]["traceparent"] == "00-aa-bb-01"
     assert fake.cancelled == []
+
+
+async def test_the_span_of_a_request_is_the_callers_and_the_mesh_is_below_it(
+    fake: FakeAdmission,
+) -> None:
+    spans: list[dict[str, Any]] = []
+    caller, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    async with Client(fake.url, on_span=spans.append) as client:
+        await collect(client, max_tokens=3, request_id="r1", temperature=0.5)
+        given = {"traceparent": f"00-{caller}-{parent}-01", "tracestate": "a=1"}
+        await collect(client, **given)
+        await collect(client, traceparent=f"00-{caller}-{parent}-00")
+        fake.script = failing(ErrorCode.QUEUE_FULL, "1024 requests wait")
+        with pytest.raises(StreetcarClientError):
+            await collect(client)
+    own, child, failed = [SpanRecord(**s | {"kind": SpanKind(s["kind"])}) for s in spans]
+    assert own.parent_id == "" and (child.trace_id, child.parent_id) == (caller, parent)
+    assert child.tracestate == "a=1"
+    for span, headers in zip((own, child), fake.headers[:2], strict=True):
+        assert headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"
+    assert fake.headers[2]["traceparent"].endswith("-00"), "what a caller does not sample is let be"
+    assert (own.name, own.kind, own.request_id) == (
+        f"text_completion {MODEL}",
+        SpanKind.CLIENT,
+        "r1",
+    )
+    assert own.attributes["gen_ai.request.temperature"] == 0.5
+    assert own.attributes["gen_ai.response.finish_reasons"] == "length"
+    assert own.attributes["gen_ai.usage.output_tokens"] == 3
+    first_s = own.attributes["gen_ai.response.time_to_first_chunk"]
+    assert isinstance(first_s, float) and 0 < first_s <= own.duration_ns / 1e9
+    assert (own.attributes["streetcar.num_sent"], own.error) == (1, "")
+    assert failed.error == "queue_full" and "hi" not in str(spans)
+
+
+async def test_a_request_that_is_closed_early_has_a_span_all_the_same(fake: FakeAdmission) -> None:
+    fake.script = one_token_then_wait
+    spans: list[dict[str, Any]] = []
+    async with (
+        Client(fake.url, on_span=spans.append) as client,
+        aclosing(client.generate(MODEL, prompt="hi")) as frames,
+    ):
+        await anext(frames)
+    (span,) = spans
+    assert "gen_ai.response.finish_reasons" not in span["attributes"] and not span["error"]
 
 
 async def test_many_requests_share_a_connection(client: Client) -> None:

@@ -35,11 +35,13 @@ class _Admission:
     def __init__(self, url: str, client: Client) -> None:
         self.url = url
         self.requests: list[dict[str, Any]] = []
+        self.traceparents: list[str] = []
         self._client = client
 
     async def answer(self, message: Msg) -> None:
         request = msgpack.unpackb(message.data)
         self.requests.append(request)
+        self.traceparents += [v for k, v in (message.headers or {}).items() if k == "traceparent"]
         base = {"request_id": request["request_id"], "logprobs": None, "finish_reason": None}
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
         first = {**base, "offset": 0, "text": "Hello", "token_ids": [1]}
@@ -95,6 +97,19 @@ async def test_generate_as_json_prints_the_frames(admission: _Admission) -> None
     assert status == 0, err
     assert [frame["text"] for frame in frames] == ["Hello", " there"]
     assert frames[-1]["usage"]["completion_tokens"] == 2
+
+
+async def test_a_trace_begins_at_the_client(admission: _Admission) -> None:
+    """Nobody else has a span here: the bus has no service but the one that answers."""
+    arguments = ("generate", "Hi", "--nats", admission.url, "--trace")
+    status, out, err = await _streetcar(*arguments, "--json")
+    assert status == 0, err
+    *_, span = [json.loads(line) for line in out.splitlines()]
+    assert (span["kind"], span["service"], span["parent_id"]) == ("client", "client", "")
+    assert admission.traceparents == [f"00-{span['trace_id']}-{span['span_id']}-01"]
+    status, out, err = await _streetcar(*arguments)
+    assert (status, out) == (0, "Hello there\n"), err
+    assert "text_completion" in err and "output_tokens 2" in err
 
 
 async def test_chat_keeps_the_conversation(admission: _Admission) -> None:

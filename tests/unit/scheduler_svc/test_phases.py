@@ -74,6 +74,21 @@ def test_a_chunked_prompt() -> None:
     check_partition(rig, "s1", begun)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_a_last_chunk_that_leaves_one_token_is_no_decode_yet(max_tokens: int) -> None:
+    """That token is computed as a decode is: with it the prompt ends."""
+    rig = Rig(budget=8)
+    begun = traced(rig, "s1", list(range(9)), max_tokens)
+    steps(rig)
+    chunks = [s.attributes["num_tokens"] for s in parts(rig, "s1") if s.name == "prefill chunk"]
+    assert chunks == [8, 1]
+    (first,) = [s for s in parts(rig, "s1") if s.name == "first token"]
+    found = phases(rig, "s1")
+    assert [s.name for s in found] == ["queue", "prefill", "decode"]
+    assert first.end_ns == found[1].end_ns
+    check_partition(rig, "s1", begun)
+
+
 def test_who_waits_for_a_lane_is_in_the_queue() -> None:
     rig = Rig(max_num_seqs=1)
     traced(rig, "s1", [1, 2], 6)
