@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.cpu_backend import MAX_HEAD_DIM, attend_native, is_supported
+from kernels.attention.flash_backend import FlashCall, attend_flash, find_package, refusal
 from kernels.attention.layout import BatchLayout, plan_attention
 from kernels.attention.torch_backend import AttentionVariant, attend_batch
 from kernels.kv_bytes import head_dim_of, is_byte_cache, restore_blocks
@@ -21,7 +22,7 @@ from kernels.quantise import QuantisedRows, write_rows
 __all__ = ["BatchLayout", "plan_attention", "varlen_paged_attention"]
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SUPPORTED_BACKENDS = ("auto", "torch", "cpu", "triton")
+SUPPORTED_BACKENDS = ("auto", "torch", "cpu", "triton", "flash_attn")
 
 
 def varlen_paged_attention(
@@ -70,8 +71,9 @@ def varlen_paged_attention(
                   torch backend uses it
     lse:          (num_tokens, num_heads) float32, written if given: natural logarithm of the
                   softmax denominator (a sink included), -inf for rows without keys
-    backend:      "torch"; "cpu", the native one; "triton"; "auto" is triton on a GPU, native on the
-                  CPU where it takes the call
+    backend:      "torch"; "cpu", the native one; "triton"; "flash_attn"; "auto" is flash_attn on a
+                  GPU where it is installed and takes the call, else triton, and native on the CPU
+                  where it takes the call
     native:       the loaded library, which "cpu" needs
     into:         written if given: out, quantised, as rows of num_heads * head_dim features; out is
                   then contiguous
@@ -91,13 +93,13 @@ def varlen_paged_attention(
         return out
     variant = AttentionVariant(scale, causal, window, softcap, alibi_slopes, sinks)
     results = (out, lse)
-    if backend == "triton" or (backend == "auto" and q.is_cuda):
-        # Imported on first use: the package is there only where a GPU is, or the tests are.
-        from kernels.gpu.attention import attend_triton
-
+    if backend in ("triton", "flash_attn") or (backend == "auto" and q.is_cuda):
         indices = (cu_seqlens_q, seqlens_k, block_table)
-        caches = (k_cache, v_cache)
-        attend_triton(q, caches, indices, variant, results, num_decodes=num_decodes)
+        lengths = (max_seqlen_q, max_seqlen_k, num_decodes)
+        call = FlashCall(q, k_cache, v_cache, *indices, *lengths, variant, lse is not None)
+        _attend_on_gpu(call, backend, results)
+        if into is not None:
+            write_rows(out.view(out.shape[0], -1), into)
         return out
     if _chooses_native(backend, native, q, k_cache, v_cache):
         assert native is not None
@@ -115,6 +117,28 @@ def varlen_paged_attention(
     if into is not None:
         write_rows(out.view(out.shape[0], -1), into)
     return out
+
+
+def _attend_on_gpu(
+    call: FlashCall, backend: str, results: tuple[torch.Tensor, torch.Tensor | None]
+) -> None:
+    """By flash-attn where it is asked for, or may be and takes the call; else by Triton."""
+    if backend != "triton":
+        why = "it runs on a GPU, and these are tensors of the CPU"
+        if call.q.is_cuda:
+            package = find_package(torch.cuda.get_device_capability(call.q.device))
+            why = package if isinstance(package, str) else refusal(call, package.version)
+            if not isinstance(package, str) and not why:
+                attend_flash(package, call, results)
+                return
+        if backend == "flash_attn":
+            raise ValueError(f"the flash_attn backend cannot take this call: {why}")
+    # Imported on first use: the package is there only where a GPU is, or the tests are.
+    from kernels.gpu.attention import attend_triton
+
+    caches = (call.k_cache, call.v_cache)
+    indices = (call.cu_seqlens_q, call.seqlens_k, call.block_table)
+    attend_triton(call.q, caches, indices, call.variant, results, num_decodes=call.num_decodes)
 
 
 def _chooses_native(
