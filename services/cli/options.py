@@ -40,6 +40,7 @@ class ClusterOptions:
     batch_invariant: Annotated[str | None, _knob("batch_invariant")] = None
     http_host: Annotated[str | None, _knob("http_host")] = None
     http_port: Annotated[int | None, _knob("http_port")] = None
+    http_drain_s: Annotated[float | None, _knob("http_drain_s")] = None
     api_key_file: Annotated[str | None, _knob("api_key_file")] = None
     nats_url: Annotated[str | None, _knob("nats_url", flag="--nats")] = None
     nats_port: Annotated[int | None, _knob("nats_port")] = None

@@ -61,9 +61,7 @@ def build_app(gateway: Gateway) -> Starlette:
         return _json({"live": True})
 
     async def readyz(_request: Request) -> Response:
-        missing = gateway.view.missing(time.monotonic_ns())
-        if gateway.draining:
-            missing.append("draining: the gateway is stopping")
+        missing = gateway.missing(time.monotonic_ns())
         return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
     async def metrics(_request: Request) -> Response:

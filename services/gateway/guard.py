@@ -16,19 +16,15 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.api_keys import ApiKeys
+from services.gateway.connection import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
 from services.gateway.refusals import Refusal
 from services.runtime.bus_url import is_loopback
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
 """For probes; they tell nothing of models or requests."""
 
-MAX_HEADERS: Final = 128
-MAX_HEAD_BYTES: Final = 32 * 1024
-"""Request target and headers. The parser cuts a head that comes in pieces at the same length."""
-
 UNAUTHORIZED: Final = 401
 FORBIDDEN: Final = 403
-HEAD_TOO_LARGE: Final = 431
 
 
 class Guard:
@@ -56,8 +52,8 @@ class Guard:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in headers)
         if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
-            message = f"a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of them"
-            return Refusal(HEAD_TOO_LARGE, "headers_too_large", message)
+            # The parser cuts only a head that comes in pieces.
+            return head_too_large()
         if scope["path"] in OPEN_PATHS:
             return None
         if self._keys is None:

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from services.client import Frame, StreetcarClientError
 from services.contracts.errors import ErrorCode
 from services.contracts.ids import MAX_ID_LENGTH
+from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.contracts.public import FinishReason
 from services.gateway.answers import (
     Answer,
@@ -33,7 +34,7 @@ from services.gateway.answers import (
     total_usage,
 )
 from services.gateway.asking import Ask, with_request_ids
-from services.gateway.disconnect import unless_gone
+from services.gateway.disconnect import OpenWork, unless_gone
 from services.gateway.fan_out import Generator, fan_out
 from services.gateway.mesh_view import MeshView
 from services.gateway.metrics import Meter, Metrics
@@ -48,17 +49,30 @@ from services.runtime.telemetry.recorder import Recorder
 
 @dataclass(slots=True)
 class Gateway:
-    """What all requests share. body_limit: in bytes. draining: nothing new is begun."""
+    """What all requests share. client: None while there is no bus. body_limit: in bytes.
 
-    client: Generator
+    draining: another gateway takes what is new. ending: nobody does, and it is refused.
+    bus_up: whether the bus answers at this moment.
+    """
+
+    client: Generator | None
     view: MeshView
-    body_limit: int
+    body_limit: int = MAX_PAYLOAD_BYTES
     draining: bool = False
+    ending: bool = False
+    bus_up: Callable[[], bool] = lambda: True
     recorder: Recorder = field(default_factory=lambda: Recorder("gateway"))
+    open_work: OpenWork = field(default_factory=OpenWork)
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.view)
+
+    def missing(self, now_ns: int) -> list[str]:
+        """What is not there for a request to be served; empty means ready."""
+        missing = [] if self.client and self.bus_up() else ["bus: no nats-server answers"]
+        missing += self.view.missing(now_ns)
+        return [*missing, "draining: the gateway is stopping"] if self.draining else missing
 
 
 class Call:
@@ -67,6 +81,7 @@ class Call:
     def __init__(
         self,
         gateway: Gateway,
+        client: Generator,
         ask: Ask,
         dialect: Dialect,
         *,
@@ -87,7 +102,7 @@ class Call:
         if max_tokens := ask.children[0].get("max_tokens"):
             metrics.params_max_tokens.labels(ask.model).observe(max_tokens)
         self._span = span
-        self._frames = fan_out(gateway.client, ask.model, self._ask.children, span.place)
+        self._frames = fan_out(client, ask.model, self._ask.children, span.place)
 
     async def whole(self) -> bytes:
         """The body of a complete answer. Raises Refusal."""
@@ -168,18 +183,23 @@ async def serve(
     """Answer `request`. Raises Refusal, or ClientGone."""
     started_s = time.monotonic()
     body = await read_body(request, gateway.body_limit)
-    if gateway.draining:
+    if gateway.ending:
         raise Refusal(503, ErrorCode.DRAINING.value, "the gateway is stopping")
+    client = gateway.client
+    if client is None:
+        raise Refusal(503, "no_server", "the bus is away")
     ask = parse(body)
     _check_model(gateway, ask.model)
     failpoint("gateway.before_request")
     span = RequestSpan(gateway.recorder, request, started_s)
-    call = Call(gateway, ask, dialect, started_s=started_s, span=span)
+    call = Call(gateway, client, ask, dialect, started_s=started_s, span=span)
+    open_work = gateway.open_work
     if not ask.stream:
-        return Response(await unless_gone(request.receive, call.whole()), media_type=JSON)
+        answer = await unless_gone(request.receive, call.whole(), open_work)
+        return Response(answer, media_type=JSON)
     events = call.stream()
-    first = await unless_gone(request.receive, _next(events))
-    return EventStream(first, events, call.reader_is_slow)
+    first = await unless_gone(request.receive, _next(events), open_work)
+    return EventStream(first, events, call.reader_is_slow, open_work)
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:

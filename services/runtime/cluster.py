@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -28,6 +29,8 @@ from services.contracts.permissions import User
 from services.contracts.subjects import Subjects
 from services.runtime.bus_access import BusAccess
 from services.runtime.bus_url import is_loopback
+from services.runtime.life import how_ended
+from services.runtime.listener import listen, url_of
 from services.runtime.nats_server import (
     NatsServer,
     NatsServerError,
@@ -39,17 +42,17 @@ from services.runtime.restarts import RestartPolicy
 from services.runtime.settings import (
     ADMISSION_ID_VARIABLE,
     ENV_PREFIX,
-    HTTP_PORT_VARIABLE,
+    HTTP_FD_VARIABLE,
     NATS_URL_VARIABLE,
     Settings,
 )
 from services.runtime.supervisor import (
+    STOP_TIMEOUT_S,
     Observer,
     ServiceFailure,
     ServiceSpec,
     Supervisor,
     SupervisorEvent,
-    how_ended,
     waited_for_processor_s,
 )
 from services.runtime.watcher import Watcher
@@ -75,6 +78,11 @@ USERS: Final = {
 }
 """Who each of them is on the bus."""
 
+BESIDE: Final = frozenset({GATEWAY, ADMISSION})
+"""Those whose successor starts while they still serve. The others own something that only one may
+have: an epoch, the ledger, a device's memory.
+"""
+
 READYZ_TIMEOUT_S: Final = 60.0
 _READYZ_PERIOD_S: Final = 0.05
 _READYZ_REQUEST: Final = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -96,6 +104,7 @@ class Cluster:
         self._bus_task: asyncio.Task[None] | None = None
         self._bus_verdict = ""
         self._bus_failure: asyncio.Future[ServiceFailure] | None = None
+        self._listener: socket.socket | None = None
         self._supervisor: Supervisor | None = None
         self._watcher = Watcher(self._beating(), self._on_hung, self._on_bus_hung, self._waited_s)
         self._watch_task: asyncio.Task[None] | None = None
@@ -119,8 +128,9 @@ class Cluster:
 
     @property
     def http_url(self) -> str:
-        """Where the gateway listens, as it reported when it became ready."""
-        return str(self._running().ready_fields(GATEWAY)["http_url"])
+        """Where the gateway listens."""
+        assert self._listener is not None, "the cluster was never started"
+        return url_of(self._listener)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -132,6 +142,7 @@ class Cluster:
         """Start everything and wait until requests can be served. Raises Problem."""
         self._bus_failure = asyncio.get_running_loop().create_future()
         try:
+            self._listener = listen(self._settings.http_host, self._settings.http_port)
             if self._settings.embedded_nats:
                 await self._start_bus()
             else:
@@ -174,11 +185,11 @@ class Cluster:
     @property
     def services(self) -> tuple[str, ...]:
         """Names of the services, in the order in which a rolling restart takes them."""
-        return tuple(reversed([spec.name for spec in self._specs()]))
+        return tuple(reversed(self._names()))
 
     async def restart(self, names: Sequence[str] = ()) -> None:
-        """Each of `names` (all, where none is given) in turn: SIGTERM, and on with the next when
-        its successor is ready and requests can be served. Raises Problem.
+        """Each of `names` (all, where none is given) in turn, and on with the next when its
+        successor is ready and requests can be served. Raises Problem.
         """
         for name in names or self.services:
             await self._running().restart(name)
@@ -191,6 +202,9 @@ class Cluster:
         if self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.wait({self._watch_task})
+        if self._listener is not None:
+            # From the gateway's end on, who comes is refused.
+            self._listener.close()
         if self._supervisor is not None:
             await self._supervisor.stop()
         if self._bus_task is not None:
@@ -255,18 +269,33 @@ class Cluster:
             self._bus_verdict = f"it hung: no answer for {silent_s:.1f} s, so killed"
             self._bus.kill()
 
+    def _names(self) -> dict[str, str]:
+        """Services by the names of their processes, in the order in which they stop."""
+        admissions = [_admission(n) for n in range(self._settings.num_admissions)]
+        return {
+            name: service
+            for service in MODULES
+            for name in (admissions if service == ADMISSION else [service])
+        }
+
     def _specs(self) -> list[ServiceSpec]:
-        names = {name: [name] for name in MODULES}
-        names[ADMISSION] = [_admission(n) for n in range(self._settings.num_admissions)]
-        return [
-            ServiceSpec(
-                name,
-                (sys.executable, "-P", "-m", module),
-                {NATS_URL_VARIABLE: self._url_of(USERS[service])},
-            )
-            for service, module in MODULES.items()
-            for name in names[service]
-        ]
+        return [self._spec(name, service) for name, service in self._names().items()]
+
+    def _spec(self, name: str, service: str) -> ServiceSpec:
+        environment = {NATS_URL_VARIABLE: self._url_of(USERS[service])}
+        drain_s, pass_fds = STOP_TIMEOUT_S, tuple[int, ...]()
+        if service == GATEWAY and self._listener is not None:
+            environment[HTTP_FD_VARIABLE] = str(self._listener.fileno())
+            drain_s += self._settings.http_drain_s
+            pass_fds = (self._listener.fileno(),)
+        return ServiceSpec(
+            name,
+            (sys.executable, "-P", "-m", MODULES[service]),
+            environment,
+            beside=service in BESIDE,
+            drain_s=drain_s,
+            pass_fds=pass_fds,
+        )
 
     def _url_of(self, user: User) -> str:
         """The bus as `user`; on one that was running before, as the settings say."""
@@ -346,13 +375,9 @@ class Cluster:
         )
 
     def _on_event(self, event: SupervisorEvent) -> None:
-        if event.service == GATEWAY and event.kind == "ready":
-            # A gateway that picked a free port comes back on the same one.
-            port = urlsplit(str(event.fields["http_url"])).port
-            self._running().pin(GATEWAY, HTTP_PORT_VARIABLE, str(port))
         if event.kind == "ready":
             self._watcher.heartbeats.expect(event.service)
-        elif event.kind in {"stopping", "died"}:
+        elif event.kind in {"starting", "stopping", "died"}:
             self._watcher.heartbeats.forget(event.service)
         self._observer(event)
 

@@ -89,6 +89,11 @@ def report_progress(fraction: float, text: str) -> None:
     _report({"event": "progress", "fraction": round(clamped, 4), "text": _clip(text)})
 
 
+def report_leaving() -> None:
+    """Tell the supervisor that this service begins nothing new; a successor may take its place."""
+    _report({"event": "leaving"})
+
+
 def report_fatal(code: str, message: str, fix: str = "") -> None:
     """Tell the supervisor that a restart would not help; the caller exits with 1 next.
 

@@ -25,7 +25,7 @@ from services.runtime.problem import Problem
 
 ENV_PREFIX: Final = "STREETCAR_"
 CONFIG_VARIABLE: Final = "STREETCAR_CONFIG"
-HTTP_PORT_VARIABLE: Final = "STREETCAR_HTTP_PORT"
+HTTP_FD_VARIABLE: Final = "STREETCAR_HTTP_FD"
 ADMISSION_ID_VARIABLE: Final = "STREETCAR_ADMISSION_ID"
 NATS_URL_VARIABLE: Final = "STREETCAR_NATS_URL"
 CONFIG_FILE_NAME: Final = "streetcar.toml"
@@ -144,6 +144,12 @@ class Settings:
 
     http_host: str = _knob(_LOOPBACK, "address of the HTTP gateway", pattern=r"[^\s]{1,255}")
     http_port: int = _knob(0, "port of the HTTP gateway, 0: a free one", low=0, high=65_535)
+    http_drain_s: float = _knob(
+        120.0, "longest time that a replaced gateway serves its streams, s", low=0.0, high=86_400
+    )
+    http_fd: int = _knob(
+        -1, "listening socket that the gateway inherits, -1: it opens one", low=-1, high=1 << 20
+    )
     api_key_file: str = _knob("", "hashes of the keys that the gateway asks for, empty: none")
     nats_url: str = _knob("", "bus to join, empty: start an embedded server", pattern=_URL)
     nats_host: str = _knob(_LOOPBACK, "address of the embedded server", pattern=r"[^\s]{1,255}")

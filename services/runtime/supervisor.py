@@ -2,12 +2,10 @@
 
 Invariants: no child outlives the supervisor, even one that is killed; a death is followed by a
 restart or by the end of the whole, and the reason is told either way; a fatal report ends the
-whole with its message; services stop in the order of their specs, each before the next.
+whole with its message; services stop in the order of their specs, each before the next; a service
+that is replaced beside its successor is told to end only when that one is ready.
 
-A child speaks JSON lines on standard output (`services.runtime.log.report_*`): `ready`,
-`progress`, `fatal`. Its standard error goes to `<run_dir>/<name>.log`, of bounded size.
-
-Shell: processes, pipes, files.
+Shell: processes.
 """
 
 from __future__ import annotations
@@ -16,15 +14,13 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import msgspec
-
-from services.runtime.launch import launch_command
+from services.runtime.bounded_log import BoundedLog
+from services.runtime.life import Life, Status
 from services.runtime.problem import Problem
 from services.runtime.restarts import RestartPolicy
 
@@ -32,25 +28,38 @@ READY_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 5.0
 STARTING_STOP_TIMEOUT_S: Final = 0.5
 """For a service that is not ready yet: it serves nobody, and may be loading a model for long."""
-DRAIN_TIMEOUT_S: Final = 1.0
-MAX_LOG_BYTES: Final = 4 * 1024 * 1024
-MAX_LINE_BYTES: Final = 64 * 1024
-TAIL_LINES: Final = 8
-MAX_WORDS: Final = 300
-_READ_BYTES: Final = 64 * 1024
+MAX_DRAINING: Final = 4
+"""Processes of one service that end what they have begun; the oldest of more ends at once."""
 
 EventKind = Literal[
-    "starting", "progress", "ready", "died", "restarting", "failed", "stopping", "stopped"
+    "starting",
+    "progress",
+    "ready",
+    "died",
+    "restarting",
+    "failed",
+    "draining",
+    "drained",
+    "stopping",
+    "stopped",
 ]
+"""draining, drained: of a process whose successor has taken its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A service to run: its name, its argv, and what it alone has in its environment."""
+    """A service to run: its name, its argv, and what it alone has in its environment.
+
+    beside: its successor is started while it still serves. drain_s: how long it may take to end
+    what it has begun, once that one is ready. pass_fds: open files that it inherits.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: bool = False
+    drain_s: float = STOP_TIMEOUT_S
+    pass_fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +78,6 @@ Observer = Callable[[SupervisorEvent], None]
 
 class ServiceFailure(Problem):
     """A service cannot run; the whole is to be stopped."""
-
-
-class _Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One status line of a child, as `services.runtime.log` writes it."""
-
-    event: Literal["ready", "progress", "fatal"]
-    fields: dict[str, str | int | float] = {}
-    fraction: float = 0.0
-    text: str = ""
-    code: str = "E401"
-    message: str = ""
-    fix: str = ""
 
 
 class Supervisor:
@@ -112,7 +109,9 @@ class Supervisor:
         return self._services[name].fields
 
     async def restart(self, name: str) -> None:
-        """SIGTERM to one service, and wait until its successor is ready. Raises ServiceFailure."""
+        """Replace one service, and wait until its successor is ready: after its end, or beside it,
+        as its spec says. Raises ServiceFailure.
+        """
         restarted = asyncio.ensure_future(self._services[name].restart())
         ends: set[asyncio.Future[Any]] = {restarted, self._failure}
         try:
@@ -165,7 +164,7 @@ class Supervisor:
         """SIGKILL to all services at once; `stop` then finds them gone."""
         for service in self._services.values():
             service.retire()
-            service.send(signal.SIGKILL)
+            service.kill()
 
     def _on_failure(self, failure: ServiceFailure) -> None:
         if not self._failure.done():
@@ -182,7 +181,7 @@ class Supervisor:
 
 
 class _Service:
-    """One supervised service: its process, its restarts, its log."""
+    """One supervised service: its process, those that were before it, its restarts, its log."""
 
     def __init__(
         self,
@@ -195,23 +194,25 @@ class _Service:
         self.name = spec.name
         self.ready = asyncio.Event()
         self.fields: Mapping[str, Any] = {}
-        self._command = launch_command(spec.command)
+        self._spec = spec
         self.environment = {**environment, **spec.environment}
-        self._log = _BoundedLog(run_dir / f"{spec.name}.log")
+        self._log = BoundedLog(run_dir / f"{spec.name}.log")
         self._observer = observer
         self._on_failure = on_failure
         self._policy = RestartPolicy()
-        self._process: asyncio.subprocess.Process | None = None
+        self._life: Life | None = None
+        # They still serve, until their successor does; and those that only end what they began.
+        self._elders: list[Life] = []
+        self._draining: list[Life] = []
+        self._endings: set[asyncio.Task[None]] = set()
         self._retired = False
         self._fatal = False
         self._restart_asked = False
-        self._verdict = ""
         self._task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else None
+        return None if self._life is None else self._life.pid
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_alive(), name=f"supervise {self.name}")
@@ -220,54 +221,67 @@ class _Service:
         """From now on a death is final."""
         self._retired = True
 
-    def send(self, number: signal.Signals) -> None:
-        if self.pid is not None and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+    def kill(self) -> None:
+        for life in self._lives():
+            life.send(signal.SIGKILL)
 
     async def restart(self) -> None:
         """Until the next life is ready. Between two lives there is nothing to end."""
-        process = self._process
-        if process is not None and self.pid is not None:
-            self._restart_asked = True
-            self._emit("stopping", "to be started again")
-            self.send(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
-            except TimeoutError:
-                self.send(signal.SIGKILL)
-                await process.wait()
+        life = self._life
+        if life is not None and not life.task.done():
             self.ready.clear()
+            if self._spec.beside and life.was_ready:
+                life.left.set()
+            else:
+                self._restart_asked = True
+                self._emit("stopping", "to be started again")
+                await life.end(signal.SIGTERM, STOP_TIMEOUT_S)
         await self.ready.wait()
 
     def end_hung(self, reason: str) -> None:
-        self._verdict = reason
-        self.send(signal.SIGKILL)
+        if self._life is not None:
+            self._life.verdict = reason
+            self._life.send(signal.SIGKILL)
 
     async def stop(self) -> None:
         if self._task is None:
             return
-        if self.pid is None:
+        lives = self._lives()
+        if lives:
+            self._emit("stopping")
+            await asyncio.gather(*(self._stop(life) for life in lives))
+        if self._life is None or self._life not in lives:
             # Between two lives: there is nothing to end but the wait for the next one.
             self._task.cancel()
-        else:
-            self._emit("stopping")
-            # SIGINT says that nobody takes over; who is still importing has no handler for it.
-            self.send(signal.SIGINT if self.ready.is_set() else signal.SIGTERM)
-        timeout_s = STOP_TIMEOUT_S if self.ready.is_set() else STARTING_STOP_TIMEOUT_S
-        done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
-        if not done:
-            self.send(signal.SIGKILL)
-            await asyncio.wait({self._task})
+        await asyncio.wait({self._task, *self._endings})
         self._task = None
         self._log.close()
         self._emit("stopped")
 
+    async def _stop(self, life: Life) -> None:
+        # SIGINT says that nobody takes over; who is still importing has no handler for it.
+        number = signal.SIGINT if life.was_ready else signal.SIGTERM
+        await life.end(number, STOP_TIMEOUT_S if life.was_ready else STARTING_STOP_TIMEOUT_S)
+
+    def _lives(self) -> list[Life]:
+        lives = [*self._draining, *self._elders, *([] if self._life is None else [self._life])]
+        return [life for life in lives if not life.task.done()]
+
     async def _keep_alive(self) -> None:
         while not self._retired:
             self._emit("starting")
-            was_ready, reason = await self._live_once()
+            life = self._life = Life(
+                self._spec.command,
+                self.environment,
+                self._log,
+                self._on_status,
+                self._spec.pass_fds,
+            )
+            if not await self._ended(life):
+                self._elders.append(life)
+                continue
+            reason = life.task.result()
+            self.ready.clear()
             if self._retired:
                 return
             if self._fatal:
@@ -276,87 +290,62 @@ class _Service:
                 self._restart_asked = False
                 continue
             self._emit("died", reason)
-            delay = self._policy.on_death(time.monotonic(), was_ready=was_ready)
+            delay = self._policy.on_death(time.monotonic(), was_ready=life.was_ready)
             if delay is None:
                 self._fail("E403", f"{self.name} keeps dying", self._with_tail(reason))
                 return
             self._emit("restarting", f"in {delay:.2g} s: {reason}")
             await asyncio.sleep(delay)
 
-    async def _live_once(self) -> tuple[bool, str]:
-        """Run the process to its end: whether it was ever ready, and how it ended."""
+    async def _ended(self, life: Life) -> bool:
+        """Until its end; False where it makes room for another one before that."""
+        leaving = asyncio.ensure_future(life.left.wait())
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                env=self.environment,
-                # Ctrl-C in a terminal reaches the supervisor alone, which stops in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            return False, f"cannot start: {error.strerror}"
-        self._process = process
-        if self._retired:
-            # Stopped while the process was being made: `stop` could not see it yet.
-            self.send(signal.SIGTERM)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        readers = asyncio.gather(self._read_status(process.stdout), self._read_log(process.stderr))
-        try:
-            code = await process.wait()
-            # A grandchild may hold the pipes open; what the service itself wrote is there by now.
-            await asyncio.wait({readers}, timeout=DRAIN_TIMEOUT_S)
+            await asyncio.wait({life.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            readers.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await readers
-        was_ready = self.ready.is_set()
-        self.ready.clear()
-        return was_ready, self._why(code)
+            leaving.cancel()
+        if self._retired:
+            await asyncio.wait({life.task})
+        return life.task.done()
 
-    def _why(self, code: int) -> str:
-        """Why it ended: our own verdict, or its status and, of a failure, its last words."""
-        verdict, self._verdict = self._verdict, ""
-        if verdict:
-            return verdict
-        words = self._log.tail()[-1:] if code > 0 else []
-        return "; its last words: ".join([how_ended(code), *(w[:MAX_WORDS] for w in words)])
-
-    async def _read_status(self, stream: asyncio.StreamReader) -> None:
-        decoder = msgspec.json.Decoder(_Status)
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:
-                # Longer than a status line can be: something else prints; drop what was read.
-                continue
-            if not line:
-                return
-            try:
-                status = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self._log.write(line)
-                continue
-            self._on_status(status)
-
-    def _on_status(self, status: _Status) -> None:
+    def _on_status(self, life: Life, status: Status) -> None:
+        if life is not self._life:
+            return
         if status.event == "ready":
             self.fields = status.fields
             self._policy.on_ready()
             self.ready.set()
             self._emit("ready", fields=status.fields)
+            self._end_elders()
         elif status.event == "progress":
             self._emit("progress", status.text, fraction=status.fraction)
+        elif status.event == "leaving":
+            if self._spec.beside and not self._retired and not self._restart_asked:
+                self.ready.clear()
+                life.left.set()
         else:
             self._fatal = True
             self._fail(status.code, f"{self.name} cannot run", status.message, status.fix)
 
-    async def _read_log(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(_READ_BYTES):
-            self._log.write(chunk)
+    def _end_elders(self) -> None:
+        """Their successor serves: each ends what it has begun, in its own time."""
+        while self._elders:
+            life = self._elders.pop(0)
+            self._draining.append(life)
+            self._emit("draining", f"process {life.pid} ends what it has begun")
+            self._spawn(self._until_drained(life))
+        for life in self._draining[:-MAX_DRAINING]:
+            self._spawn(life.end(signal.SIGINT, STOP_TIMEOUT_S))
+
+    async def _until_drained(self, life: Life) -> None:
+        await life.end(signal.SIGTERM, self._spec.drain_s)
+        self._draining.remove(life)
+        self._emit("drained", life.task.result())
+
+    def _spawn(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
     def _fail(self, code: str, title: str, cause: str, fix: str = "") -> None:
         self._emit("failed", cause)
@@ -374,44 +363,6 @@ class _Service:
         fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._observer(SupervisorEvent(self.name, kind, text, fraction, fields or {}))
-
-
-class _BoundedLog:
-    """A log file of at most MAX_LOG_BYTES, with the one before it kept as `.1`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("wb")
-        self._size = 0
-        self._recent: deque[bytes] = deque(maxlen=TAIL_LINES)
-
-    def write(self, chunk: bytes) -> None:
-        if self._size + len(chunk) > MAX_LOG_BYTES:
-            self._file.close()
-            self.path.replace(self.path.with_suffix(".log.1"))
-            self._file = self.path.open("wb")
-            self._size = 0
-        self._file.write(chunk)
-        self._file.flush()
-        self._size += len(chunk)
-        self._recent.extend(chunk.splitlines()[-TAIL_LINES:])
-
-    def tail(self) -> list[str]:
-        """The last lines written, shortened."""
-        return [line[:400].decode(errors="replace") for line in self._recent]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def how_ended(code: int) -> str:
-    """A process's end, by its return code (negative: the signal that ended it)."""
-    if code >= 0:
-        return f"it exited with {code}"
-    try:
-        return f"it was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"it was ended by signal {-code}"
 
 
 def waited_for_processor_s(pid: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import services.gateway.sse
+from services.gateway.disconnect import OpenWork
 from services.gateway.sse import EventStream
 
 SCOPE: dict[str, Any] = {"type": "http"}
@@ -48,7 +49,7 @@ async def test_a_reader_that_takes_nothing_ends_the_stream(
     def on_slow() -> None:
         slow.append(events.closed)
 
-    await EventStream(b"first", events.stream(), on_slow)(SCOPE, _never, send)
+    await EventStream(b"first", events.stream(), on_slow, OpenWork())(SCOPE, _never, send)
     assert slow == [False], "it is told before the generations are cancelled"
     assert events.closed and len(sent) == 5
 
@@ -59,6 +60,8 @@ async def test_a_reader_that_keeps_up_gets_everything() -> None:
     async def send(message: Any) -> None:
         bodies.append(message.get("body"))
 
-    await EventStream(b"first", events.stream(), lambda: slow.append(1))(SCOPE, _never, send)
+    await EventStream(b"first", events.stream(), lambda: slow.append(1), OpenWork())(
+        SCOPE, _never, send
+    )
     assert bodies == [None, b"first", b"0", b"1", b"2", b""]
     assert events.closed and slow == []

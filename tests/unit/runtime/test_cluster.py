@@ -33,7 +33,7 @@ report_ready(user=url.split(":")[1])
 signal.pause()
 """
 GATEWAY = """
-import http.server
+import http.server, socket
 from services.runtime.log import report_ready
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
@@ -43,8 +43,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *_): pass
 from services.runtime.settings import for_service
-server = http.server.HTTPServer(("127.0.0.1", for_service().http_port), Handler)
-report_ready(http_url=f"http://127.0.0.1:{server.server_port}")
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+server.socket = socket.socket(fileno=for_service().http_fd)
+report_ready()
 server.serve_forever()
 """
 FATAL = """

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.runtime import bounded_log, life
 from services.runtime import supervisor as module
 from services.runtime.supervisor import (
     ServiceFailure,
@@ -223,8 +224,8 @@ def _is_running(pid: int) -> bool:
 
 
 async def test_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LOG_BYTES", 10_000)
-    monkeypatch.setattr(module, "_READ_BYTES", 1000)
+    monkeypatch.setattr(bounded_log, "MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(life, "_READ_BYTES", 1000)
     fill = "print(('y' * 99 + chr(10)) * 15, file=sys.stderr, flush=True)\n"
     noisy = GOOD.replace("report_ready(", fill * 30 + "report_ready(")
     supervisor, _ = _make(tmp_path, worker=noisy)
