@@ -122,6 +122,7 @@ class AdmissionService:
         self._log = get_logger("admission")
         self._office = TicketOffice(text, core.engines)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._arriving: set[asyncio.Task[None]] = set()
         self._flushed_ns = 0
         self._flush_gap_ns = 0
         self._wake_timer: asyncio.TimerHandle | None = None
@@ -138,7 +139,9 @@ class AdmissionService:
         if not self._may_answer(delivery.reply):
             self.dropped["no_inbox"] += 1
             return
-        self._spawn(self._generate(delivery))
+        task = self._spawn(self._generate(delivery))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
 
     def on_cancel(self, delivery: Delivery) -> None:
         request_id = self._names.tail(delivery.subject, 1)
@@ -341,10 +344,11 @@ class AdmissionService:
                 await asyncio.sleep(ABORT_TIMEOUT_S)
         self.dropped["abort"] += 1
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- the end
 
@@ -367,13 +371,16 @@ class AdmissionService:
             self.actor.post(BeatSent())
 
     async def drain(self, *, for_good: bool) -> None:
-        """Let open requests end, for a while; then leave them to another admission.
+        """Take no new requests, let open ones end, for a while; then leave them to another
+        admission.
 
         for_good: nobody is going to take them, so they end with an error.
         """
-        self.actor.post(DrainAsked())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
+                await self._bus.leave(ADMISSION_QUEUE)
+                await asyncio.gather(*self._arriving)
+                self.actor.post(DrainAsked())
                 await self._empty.wait()
         if for_good:
             message = "the service is being stopped"

@@ -9,6 +9,7 @@ Shell: owns the connection to nats-server.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,8 @@ class Bus(Protocol):
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> None: ...
 
     async def serve(self, name: str, description: str, endpoints: Sequence[Endpoint]) -> None: ...
+
+    async def leave(self, queue: str) -> None: ...
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes: ...
 
@@ -205,6 +208,14 @@ class NatsBus:
                 )
             )
         self._services.append(service)
+
+    async def leave(self, queue: str) -> None:
+        """Take no more of what is shared out in `queue`; what has been delivered is handled before
+        this returns.
+        """
+        # Endpoints of a service hold their subscriptions as closely as the client does.
+        members = [s for s in self._client._subs.values() if s.queue == queue]
+        await asyncio.gather(*(_quietly(member.drain()) for member in members))  # type: ignore[no-untyped-call]
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """Raises NoResponders at once where nobody listens, RequestTimeout after `timeout_s`."""

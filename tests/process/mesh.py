@@ -176,6 +176,11 @@ class Mesh:
 
     def child_pid(self, module: str) -> int:
         """The process of a service as it is now; `pids` names the first ones."""
+        return min(self.child_pids(module), default=0)
+
+    def child_pids(self, module: str) -> set[int]:
+        """All of them, where there are several."""
+        found = set()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = path.read_bytes().decode().split("\0")
@@ -185,8 +190,8 @@ class Mesh:
             # Between fork and exec it is still the launcher.
             launching = "launch.py" in " ".join(words)
             if parent == self.process.pid and not launching and module in " ".join(words):
-                return int(path.parent.name)
-        return 0
+                found.add(int(path.parent.name))
+        return found
 
     def interrupt(self) -> int:
         """Ctrl-C -> the exit status, once nothing of it is left."""

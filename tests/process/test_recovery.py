@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import pytest
 
@@ -27,6 +29,8 @@ pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(240)]
 
 POISON = 32_000
 MODULES = {"worker": "gpu_worker", "scheduler": "scheduler_svc", "kv_store": "kv_store"}
+ALL_MODULES = {**MODULES, "admission": "services.admission", "gateway": "services.gateway"}
+GREEDY = {"temperature": 0, "ignore_eos": True}
 NUM_STREAMS = 6
 NUM_TOKENS = 250
 
@@ -36,7 +40,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Mesh
     """A stub mesh that a marker token kills the worker of."""
     folder = tmp_path_factory.mktemp("recovery")
     mesh = Mesh.up(
-        *("--worker", "stub", "--step-ms", "10"),
+        *("--worker", "stub", "--step-ms", "10", "--num-admissions", "2"),
         folder=folder,
         STREETCAR_CACHE_DIR=str(cache),
         STREETCAR_FAULT_INJECTION="on",
@@ -122,24 +126,75 @@ async def test_a_process_that_is_killed_costs_no_stream(mesh: Mesh, service: str
             await beats.until(is_quiet)
 
 
+@dataclass(slots=True)
+class HttpLoad:
+    """Requests over HTTP, one after the other on connections that are kept: each must be whole."""
+
+    http: httpx.AsyncClient
+    ending: bool = False
+    num_served: int = 0
+
+    async def run(self, number: int, *, stream: bool) -> None:
+        while not self.ending:
+            prompt = [900 + number, self.num_served]
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_TOKENS, "stream": stream}
+            answer = await (self._streamed(body) if stream else self._whole(body))
+            assert [int(word) for word in answer.split()] == _expected(prompt, NUM_TOKENS)
+            self.num_served += 1
+
+    async def _whole(self, body: dict[str, Any]) -> str:
+        response = await self.http.post("/v1/completions", json={**body, **GREEDY})
+        assert response.status_code == 200, response.text
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    async def _streamed(self, body: dict[str, Any]) -> str:
+        text, lines = "", []
+        async with self.http.stream("POST", "/v1/completions", json={**body, **GREEDY}) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                lines += [line.removeprefix("data: ")] if line else []
+        assert lines.pop() == "[DONE]"
+        for line in lines:
+            assert "error" not in line, line
+            text += json.loads(line)["choices"][0]["text"]
+        return text
+
+
 async def test_a_rolling_restart_fails_no_request(mesh: Mesh, cache: Path) -> None:
-    """Streams over the whole restart, and short ones that begin at any time of it."""
-    variables = {"STREETCAR_CACHE_DIR": str(cache)}
-    arguments = ("restart", *(f"--service={name}" for name in MODULES), "--json")
-    deaths = mesh.stderr.count(" died ")
+    """Every service in turn, two admissions and the gateway among them, under requests over NATS
+    and HTTP that begin at any time of it: all end with all their tokens.
+    """
+    before = {name: mesh.child_pids(module) for name, module in ALL_MODULES.items()}
+    deaths, drained = mesh.stderr.count(" died "), mesh.stderr.count("gateway    drained")
     served = 0
-    async with Client(mesh.nats_url) as client, asyncio.timeout(180):
+    limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=60)
+    async with (
+        Client(mesh.nats_url) as client,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=60, limits=limits) as http,
+        asyncio.timeout(180),
+    ):
+        load = HttpLoad(http)
+        over_http = [asyncio.create_task(load.run(n, stream=n % 2 == 0)) for n in range(4)]
         restarting = asyncio.create_task(
-            asyncio.to_thread(lambda: run(*arguments, cwd=mesh.folder, **variables))
+            asyncio.to_thread(
+                lambda: run("restart", "--json", cwd=mesh.folder, STREETCAR_CACHE_DIR=str(cache))
+            )
         )
         while not restarting.done():
             await asyncio.gather(*(Stream(client, [400 + n, served]).run() for n in range(4)))
             served += 1
         done = await restarting
+        load.ending = True
+        await asyncio.gather(*over_http)
+        await _until_said(mesh, "gateway    drained", drained + 1)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert served
+    assert served and load.num_served
     assert mesh.stderr.count(" died ") == deaths, "a restart is no death"
     assert "poisoned" not in mesh.logs()
+    for name, module in ALL_MODULES.items():
+        after = mesh.child_pids(module)
+        assert len(after) == len(before[name]) and not after & before[name], name
 
 
 async def test_a_poison_ends_alone(mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.runtime import failpoints
-from services.runtime.cluster import Cluster
+from services.runtime.cluster import GATEWAY, Cluster
 from services.runtime.failpoints import Action
 from services.simulator.drill.checker import Outcome
 from services.simulator.drill.schedule import PROVOKED_BY, Fault, Kind
@@ -30,10 +30,12 @@ FIRED_TIMEOUT_S: Final = 10.0
 DEATH_TIMEOUT_S: Final = 10.0
 READY_TIMEOUT_S: Final = 120.0
 HANG_TIMEOUT_S: Final = 15.0
+DRAINED_TIMEOUT_S: Final = 60.0
 STATE_TIMEOUT_S: Final = 2.0
 MAX_TRIES: Final = 3
 _POLL_S: Final = 0.03
 _STOPPED: Final = {"T", "t"}
+OF_THE_ONE_BEFORE: Final = {"draining", "drained"}
 
 
 class Injector:
@@ -59,7 +61,7 @@ class Injector:
             case Kind.KILL:
                 return await self._signal(fault, signal.SIGKILL, "was ended by SIGKILL")
             case Kind.TERMINATE:
-                return await self._signal(fault, signal.SIGTERM, "exited with 0")
+                return await self._terminate(fault)
             case Kind.PAUSE:
                 return await self._pause(fault, fault.seconds)
             case Kind.HANG:
@@ -75,7 +77,11 @@ class Injector:
                     await asyncio.sleep(_POLL_S)
 
     def _is_ready(self, service: str) -> bool:
-        mine = [seen.event.kind for seen in self._watch.seen if seen.event.service == service]
+        mine = [
+            seen.event.kind
+            for seen in self._watch.seen
+            if seen.event.service == service and seen.event.kind not in OF_THE_ONE_BEFORE
+        ]
         return bool(mine) and mine[-1] == "ready" and service in self._cluster.pids
 
     # ---- from outside
@@ -84,6 +90,24 @@ class Injector:
         pid, began_s = self._cluster.pids[fault.service], time.monotonic()
         os.kill(pid, number)
         return await self._death(fault, began_s, pid, ending)
+
+    async def _terminate(self, fault: Fault) -> Outcome:
+        """SIGTERM. A gateway ends only when its streams have: its successor is there before."""
+        if fault.service != GATEWAY:
+            return await self._signal(fault, signal.SIGTERM, "exited with 0")
+        pid, began_s = self._cluster.pids[fault.service], time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        outcome = Outcome(fault, self._mesh, began_s, False, "no successor was seen")
+        ready = await self._watch.until(fault.service, "ready", began_s, READY_TIMEOUT_S)
+        if ready is None:
+            return outcome
+        outcome.ready_s = ready.at_s - began_s
+        now = self._cluster.pids.get(fault.service, pid)
+        ended = await self._watch.until(fault.service, "drained", began_s, DRAINED_TIMEOUT_S)
+        if ended is not None:
+            outcome.evidence = f"process {pid} {_ending(ended)}, before that {now}"
+            outcome.verified = "exited with 0" in ended.event.text and now != pid
+        return outcome
 
     async def _death(self, fault: Fault, began_s: float, pid: int, ending: str) -> Outcome:
         """Wait for the death that the supervisor sees, then for the next life."""
