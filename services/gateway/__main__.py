@@ -63,7 +63,11 @@ async def run(settings: Settings, keys: ApiKeys | None, listener: socket.socket)
         await link.joined.wait()
         report_ready(http_url=url)
 
-    await run_together(asyncio.Event(), serve(), link.run())
+    try:
+        await run_together(asyncio.Event(), serve(), link.run())
+    finally:
+        # It goes already: told once more, it must not end with a traceback instead.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def _catch_signals(server: Server) -> None:

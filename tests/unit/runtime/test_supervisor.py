@@ -49,6 +49,15 @@ for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_
 report_ready()
 while True: signal.pause()
 """
+DRAINING = """
+import signal, sys
+def say(event): print('{"event": "%s"}' % event, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: say("leaving"))
+for number in (signal.SIGUSR1, signal.SIGINT): signal.signal(number, lambda *_: sys.exit(0))
+say("ready")
+while True: signal.pause()
+"""
+"""Ends its work at SIGUSR1, or at once where all end."""
 FATAL_LATER = """
 import signal, sys
 from services.runtime.log import report_fatal, report_ready
@@ -77,9 +86,14 @@ class _Recorder:
                 await self._changed.wait()
 
 
-def _make(tmp_path: Path, **scripts: str) -> tuple[Supervisor, _Recorder]:
+def _make(
+    tmp_path: Path, *, beside: bool = False, drain_s: float = 30.0, **scripts: str
+) -> tuple[Supervisor, _Recorder]:
     recorder = _Recorder()
-    specs = [ServiceSpec(name, (sys.executable, "-c", code)) for name, code in scripts.items()]
+    specs = [
+        ServiceSpec(name, (sys.executable, "-c", code), beside=beside, drain_s=drain_s)
+        for name, code in scripts.items()
+    ]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     made = Supervisor(specs, environment=environment, run_dir=tmp_path, observer=recorder)
     return made, recorder
@@ -277,4 +291,81 @@ async def test_a_death_says_its_last_words(tmp_path: Path) -> None:
         await supervisor.start()
     died = next(e for e in recorder.events if e.kind == "died")
     assert died.text == "it exited with 3; its last words: the reason is here"
+    await _stopped(supervisor.stop())
+
+
+# ---- replaced beside its successor
+
+
+async def test_a_successor_is_ready_before_the_one_before_it_is_told(tmp_path: Path) -> None:
+    supervisor, recorder = _make(tmp_path, beside=True, gateway=DRAINING)
+    await supervisor.start()
+    old = supervisor.pids["gateway"]
+    await supervisor.restart("gateway")
+    new = supervisor.pids["gateway"]
+    assert new != old and _is_running(old)
+    kinds = recorder.kinds("gateway")
+    assert kinds == ["starting", "ready", "starting", "ready", "draining"]
+    os.kill(old, signal.SIGUSR1)
+    await recorder.until(lambda: recorder.kinds("gateway")[-1] == "drained")
+    assert recorder.events[-1].text == "it exited with 0"
+    assert supervisor.pids["gateway"] == new
+    await _stopped(supervisor.stop())
+
+
+async def test_who_leaves_by_itself_is_replaced_at_once(tmp_path: Path) -> None:
+    """SIGTERM from anybody; that it ends later is no death."""
+    supervisor, recorder = _make(tmp_path, beside=True, gateway=DRAINING)
+    await supervisor.start()
+    old = supervisor.pids["gateway"]
+    os.kill(old, signal.SIGTERM)
+    await recorder.until(lambda: recorder.kinds("gateway").count("ready") == 2)
+    assert supervisor.pids["gateway"] != old and _is_running(old)
+    await _stopped(supervisor.stop())
+    assert not _is_running(old), "a stop does not wait for a drain"
+    assert "died" not in recorder.kinds("gateway")
+
+
+async def test_a_drain_has_an_end(tmp_path: Path) -> None:
+    supervisor, recorder = _make(tmp_path, beside=True, drain_s=0.2, gateway=DRAINING)
+    await supervisor.start()
+    await supervisor.restart("gateway")
+    await recorder.until(lambda: recorder.kinds("gateway")[-1] == "drained")
+    assert recorder.events[-1].text == "it was ended by SIGKILL"
+    await _stopped(supervisor.stop())
+
+
+async def test_only_so_many_drain_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_DRAINING", 1)
+    supervisor, recorder = _make(tmp_path, beside=True, gateway=DRAINING)
+    await supervisor.start()
+    first = supervisor.pids["gateway"]
+    await supervisor.restart("gateway")
+    second = supervisor.pids["gateway"]
+    await supervisor.restart("gateway")
+    await recorder.until(lambda: "drained" in recorder.kinds("gateway"))
+    assert not _is_running(first) and _is_running(second)
+    await _stopped(supervisor.stop())
+    assert not _is_running(second)
+
+
+async def test_a_successor_that_dies_first_is_tried_again_while_the_old_one_serves(
+    tmp_path: Path,
+) -> None:
+    marker = tmp_path / "marker"
+    late = f"""
+import pathlib, sys
+marker = pathlib.Path({str(marker)!r})
+lives = marker.read_text() if marker.exists() else ""
+marker.write_text(lives + "x")
+if len(lives) == 1: sys.exit(3)
+{DRAINING}
+"""
+    supervisor, recorder = _make(tmp_path, beside=True, gateway=late)
+    await supervisor.start()
+    old = supervisor.pids["gateway"]
+    await supervisor.restart("gateway")
+    assert _is_running(old)
+    kinds = recorder.kinds("gateway")
+    assert kinds[2:] == ["starting", "died", "restarting", "starting", "ready", "draining"]
     await _stopped(supervisor.stop())
