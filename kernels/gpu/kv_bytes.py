@@ -1,5 +1,5 @@
-"""What the kernels of attention and the KV write share for caches of bytes: see
-``kernels.kv_bytes``, whose bytes and scales these are.
+"""What the kernels of attention, the KV write and fp8 products share: numbers as bytes and scales,
+see ``kernels.kv_bytes``, whose these are.
 
 Device: pure functions of their tensors.
 """
@@ -62,6 +62,15 @@ def to_e4m3(x):
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
     magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return ((x + magic) - magic).to(tl.float8e4nv)
+
+
+@triton.jit
+def row_peak(x):
+    """(largest magnitude, whether one is not finite) of float32 x."""
+    magnitudes = tl.abs(x)
+    finite = magnitudes < float("inf")
+    peak = tl.max(tl.where(finite, magnitudes, 0.0), axis=0)
+    return peak, tl.max(tl.where(finite, 0, 1), axis=0)
 
 
 @triton.jit

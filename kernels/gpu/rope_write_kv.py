@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.kv_bytes import format_of, head_scale, split_cache, to_stored
+from kernels.gpu.kv_bytes import format_of, head_scale, row_peak, split_cache, to_stored
 from kernels.kv_bytes import head_dim_of
 
 
@@ -56,7 +56,7 @@ def rope_write_kv_kernel(
             v_at = _place(caches[1], pool_strides, 3, block, offset, kv_head)
             if FORMAT:
                 wide = value.to(tl.float32)
-                peak, bad = _peak(wide)
+                peak, bad = row_peak(wide)
                 factor, scale = head_scale(peak, bad, FORMAT)
                 tl.store(v_at + dims, to_stored(wide, factor, FORMAT), mask=inside)
                 tl.store(_place(caches[3], pool_strides, 9, block, offset, kv_head), scale)
@@ -86,9 +86,9 @@ def rope_write_kv_kernel(
                 turned = first.to(tl.float32)
                 turned_too = second.to(tl.float32)
                 unturned = tail.to(tl.float32)
-                peak, bad = _peak(tl.where(paired, turned, 0.0))
-                peak_too, bad_too = _peak(tl.where(paired, turned_too, 0.0))
-                peak_rest, bad_rest = _peak(unturned)
+                peak, bad = row_peak(tl.where(paired, turned, 0.0))
+                peak_too, bad_too = row_peak(tl.where(paired, turned_too, 0.0))
+                peak_rest, bad_rest = row_peak(unturned)
                 peak = tl.maximum(tl.maximum(peak, peak_too), peak_rest)
                 factor, scale = head_scale(peak, bad + bad_too + bad_rest, FORMAT)
                 tl.store(k_at + pairs, to_stored(turned, factor, FORMAT), mask=paired)
@@ -107,15 +107,6 @@ def _place(tensor, strides, FIRST: tl.constexpr, block, offset, kv_head):
     return (
         tensor + block * strides[FIRST] + offset * strides[FIRST + 1] + kv_head * strides[FIRST + 2]
     )
-
-
-@triton.jit
-def _peak(x):
-    """(largest magnitude, whether one is not finite) of float32 x."""
-    magnitudes = tl.abs(x)
-    finite = magnitudes < float("inf")
-    peak = tl.max(tl.where(finite, magnitudes, 0.0), axis=0)
-    return peak, tl.max(tl.where(finite, 0, 1), axis=0)
 
 
 def rope_write_kv_triton(

@@ -15,7 +15,7 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.gpu import attention, rms_norm, rope_write_kv, sampling, silu_mul
+from kernels.gpu import attention, quantise_fp8, rms_norm, rope_write_kv, sampling, silu_mul
 
 X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
@@ -39,6 +39,10 @@ KERNELS = {
     "rms_norm": (rms_norm.rms_norm_kernel, dict(
         x=X, residual=X, weight=X, total=X, out=X, x_stride="i64", size="i32", epsilon="fp32",
     ), dict(SIZE_PAD=4096, ADDS=True)),
+    "quantise_fp8": (quantise_fp8.quantise_fp8_kernel, dict(
+        x=X, residual=X, weight=X, total=X, values=E, scales=F, x_stride="i64", size="i32",
+        epsilon="fp32",
+    ), dict(SIZE_PAD=4096, ADDS=True, NORMS=True, FORMAT=2)),
     "silu_mul": (silu_mul.silu_mul_kernel, dict(gate_up=X, out=X, stride="i64", size="i32"), dict(
         COLUMNS=1024)),
     "rope_write_kv": (rope_write_kv.rope_write_kv_kernel, dict(
@@ -79,7 +83,7 @@ def test_they_compile() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 8
+    assert len(built) == 9
     for name, size, shared in built:
         assert int(size) > 1000, name
         assert int(shared) <= SHARED_BYTES, name
