@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gpu_worker.inputs import StepInputs, StepOutputs, TokenLogprobs
+from gpu_worker.inputs import CopyLists, StepInputs, StepOutputs, TokenLogprobs
 from services.contracts.limits import KEPT_PLANS
 from services.contracts.sequences import Logprobs
 from services.contracts.step import (
@@ -31,7 +31,7 @@ from services.contracts.step import (
 )
 from services.contracts.vectors import pack
 
-from .mirror import CopyLists, Mirror, Scheduled, Target
+from .mirror import Mirror, Scheduled, Target
 
 
 class Model(Protocol):

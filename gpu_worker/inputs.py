@@ -76,6 +76,15 @@ class TokenLogprobs(NamedTuple):
     values: Float32s
 
 
+class CopyLists(NamedTuple):
+    """Copies of one step, outs first: int32 [n] blocks and [n] host slots of each direction."""
+
+    out_blocks: Int32s
+    out_slots: Int32s
+    in_slots: Int32s
+    in_blocks: Int32s
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """One step: T packed tokens of B sequences, the S rows to sample from.
@@ -89,6 +98,9 @@ class StepInputs:
     num_decodes:     the first num_decodes sequences have one token each
     logits_rows:     (S) int32 - packed rows that are sampled
     prompt_logprobs: rows whose target's log-probability is wanted
+    input_lanes:     (T) int32, or None for no such token: the lane whose last sampled token is fed
+                     in place of input_ids, which the host does not know yet; -1 for the others
+    output_lanes:    (S) int32, or None: the lane that keeps each sampled token for that
     """
 
     input_ids: Int32s
@@ -101,6 +113,8 @@ class StepInputs:
     logits_rows: Int32s
     sampling: SamplingBatch
     prompt_logprobs: tuple[PromptLogprobRequest, ...] = ()
+    input_lanes: Int32s | None = None
+    output_lanes: Int32s | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

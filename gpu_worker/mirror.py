@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.inputs import PromptLogprobRequest, SamplingBatch, StepInputs
+from gpu_worker.inputs import CopyLists, PromptLogprobRequest, SamplingBatch, StepInputs
 from services.contracts.errors import InvariantError
 from services.contracts.step import LaneJoin, StepPlan
 from services.contracts.vectors import Int32Array, unpack
@@ -51,15 +51,6 @@ class Target(NamedTuple):
 
     lane: int
     first: int
-
-
-class CopyLists(NamedTuple):
-    """Copies of one step, outs first: int32 [n] blocks and [n] host slots of each direction."""
-
-    out_blocks: Int32Array
-    out_slots: Int32Array
-    in_slots: Int32Array
-    in_blocks: Int32Array
 
 
 class Mirror:

@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gpu_worker.inputs import StepInputs, StepOutputs
-
-from .mirror import CopyLists
+from gpu_worker.inputs import CopyLists, StepInputs, StepOutputs
 
 
 class WorkerDied(Exception):

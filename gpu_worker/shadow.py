@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpu_worker.inputs import (
+    CopyLists,
     Int32s,
     Int64s,
     StepInputs,
@@ -20,8 +21,6 @@ from gpu_worker.inputs import (
     TokenLogprobs,
     UInt64s,
 )
-
-from .mirror import CopyLists
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from gpu_worker.inputs import StepInputs, StepOutputs
-from gpu_worker.mirror import CopyLists
+from gpu_worker.inputs import CopyLists, StepInputs, StepOutputs
 from gpu_worker.shadow import ShadowModel
 
 # What a device does while the next step is prepared: a step that is ready so soon after the end of

@@ -20,8 +20,8 @@ import scheduler_svc.results
 import scheduler_svc.sequence
 import services.simulator.world
 from gpu_worker.executor import Executor
-from gpu_worker.inputs import StepInputs
-from gpu_worker.mirror import CopyLists, Mirror, Scheduled, Target
+from gpu_worker.inputs import CopyLists, StepInputs
+from gpu_worker.mirror import Mirror, Scheduled, Target
 from gpu_worker.shadow import ShadowModel
 from kv_store.block_pool import BlockPool
 from kv_store.content import Entry, WriteBack
