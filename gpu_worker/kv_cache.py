@@ -33,13 +33,22 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         assert num_blocks >= 2, "the pool needs the null block and at least one other"
         block = (config.num_kv_heads, block_size, _slot_width(config, dtype))
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._pool = zeros_in_huge_pages((config.num_layers, 2, num_blocks, *block), dtype)
+        shape = (config.num_layers, 2, num_blocks, *block)
+        if device.type == "cpu":
+            self._pool = zeros_in_huge_pages(shape, dtype)
+        else:
+            self._pool = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

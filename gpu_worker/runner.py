@@ -8,24 +8,27 @@ Device: loads weights, runs the model, writes the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from gpu_worker.device_steps import DeviceSteps, read_outputs
 from gpu_worker.host_pool import HostPool
 from gpu_worker.inputs import (
-    PromptLogprobRequest,
+    NO_LOGPROBS,
+    CopyLists,
     SamplingBatch,
     StepInputs,
     StepOutputs,
-    TokenLogprobs,
 )
 from gpu_worker.kv_cache import KVCache
-from gpu_worker.mirror import CopyLists
-from gpu_worker.model.llama import LlamaModel, PackedBatch
-from gpu_worker.model.loader import Progress, load_weights
-from gpu_worker.sampler import sample, score_targets
+from gpu_worker.model.llama import LlamaModel
+from gpu_worker.model.loader import Progress, WeightSource, load_weights
+from gpu_worker.model.operations import HostOperations, Operations, TritonOperations
+from gpu_worker.results import Fetch
 from kernels.kv_bytes import FP8_CACHE, INT8_CACHE
 from kernels.native import NativeKernels, NativeUnavailable, load_native
 from services.models.config import ModelConfig
@@ -39,14 +42,18 @@ QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = {"auto": None, "int8": INT8_CACHE, "fp8": FP8_CACHE}
 """auto: that of the model; the others: bytes with a scale for each head of each token."""
 
-MAX_PROMPT_LOGPROB_ROWS = 128
-"""Logits held at once when scoring prompts: 25 MB of float32 with a vocabulary of 49,152."""
+OPERATIONS = ("auto", "torch", "triton")
+"""auto: Triton on a GPU, native code and torch on the CPU; torch: the reference, on any device;
+triton: on the CPU too, for whom has its interpreter.
+"""
 
 WARM_UP_TOKENS = 64
 
 
-def default_dtype() -> str:
-    """bfloat16 where the processor multiplies it natively, else float32."""
+def default_dtype(device: str = "cpu") -> str:
+    """bfloat16 on a GPU, and where the processor multiplies it natively; else float32."""
+    if resolve_device(device).type == "cuda":
+        return "bfloat16"
     # torch has no public name for these probes; a version without them says float32.
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     for name in probes:
@@ -63,10 +70,34 @@ def resolve_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting's name: "auto" is a GPU where torch has one, "cpu", "cuda" or
+    "cuda:N". Raises ValueError for one that is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
+        raise ValueError(f"device {name!r} is not auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if int(index or 0) >= count:
+        raise ValueError(f"there is no device {name!r}: torch {torch.__version__} sees {count}")
+    return torch.device("cuda", int(index or 0))
+
+
+class Submitted(NamedTuple):
+    """A step on its way; fetch is None where there was nothing to compute."""
+
+    inputs: StepInputs
+    fetch: Fetch | None
+
+
 class ModelRunner:
     """Executes steps on one model.
 
-    model_path:    a GGUF file or a Hugging Face directory
+    model:         a GGUF file or a Hugging Face directory, or weights that are there already
     dtype:         a name of DTYPES
     num_blocks:    blocks in the pool, the null block included
     block_size:    slots in a block
@@ -80,6 +111,9 @@ class ModelRunner:
     kv_cache_dtype: one of KV_CACHE_DTYPES
     batch_invariant: run only what gives a row the same bits in any batch; ValueError where this
                    machine has no such code for the dtype
+    device:        see ``resolve_device``
+    operations:    one of OPERATIONS
+    max_num_seqs:  lanes; steps of up to so many decodes are captured where the device has graphs
 
     Raises ModelFileError for the file, ValueError for a setting that does not fit the model or the
     processor. ``notices`` holds what the caller should log: why there are no native kernels.
@@ -87,7 +121,7 @@ class ModelRunner:
 
     def __init__(  # noqa: PLR0913 - the settings of one process, each by name
         self,
-        model_path: Path,
+        model: Path | WeightSource,
         dtype: str,
         *,
         num_blocks: int,
@@ -101,37 +135,52 @@ class ModelRunner:
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         batch_invariant: bool = False,
+        device: str = "cpu",
+        operations: str = "auto",
+        max_num_seqs: int = 64,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"{num_blocks} blocks of {block_size} slots hold no sequence")
-        source = open_model(model_path)
-        config = source.config
-        limit = config.max_position_embeddings
+        source = open_model(model) if isinstance(model, Path) else model
+        limit = source.config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
         if not 1 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
         self.dtype = resolve_dtype(dtype)
-        if quantization not in QUANTIZATIONS:
-            raise ValueError(f"quantization {quantization!r} is not one of {QUANTIZATIONS}")
-        known = ", ".join(KV_CACHE_DTYPES)
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of {known}")
+        self.device = resolve_device(device)
+        _check_choice("quantization", quantization, QUANTIZATIONS)
+        _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+        _check_choice("operations", operations, OPERATIONS)
+        on_gpu = self.device.type == "cuda"
+        uses_triton = operations == "triton" or (operations == "auto" and on_gpu)
+        if uses_triton and quantization == "int8":
+            raise ValueError("quantization int8 is for the CPU")
         kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
         progress(0.0, "preparing native kernels")
-        self._native, self.notices = _load_native(native, native_cache)
+        wants_native = native if operations == "auto" and not on_gpu else "off"
+        self._native, self.notices = _load_native(wants_native, native_cache)
+        table: Operations
+        if uses_triton:
+            table = TritonOperations(batch_invariant)
+        else:
+            table = HostOperations(self._native, quantization, batch_invariant)
         with torch.inference_mode():
             weights = load_weights(
-                source, self.dtype, progress, self._native, quantization, batch_invariant
+                source, self.dtype, progress, table, device=self.device, quantization=quantization
             )
-            self._model = LlamaModel(config, weights, self.max_model_len, self._native)
-            self._cache = KVCache(config, num_blocks, block_size, kv_dtype)
-            self._model.attach(self._cache)
-            if batch_invariant and not self._model.is_native:
+            self._model = LlamaModel(source.config, weights, self.max_model_len, table)
+            self._cache = KVCache(source.config, num_blocks, block_size, kv_dtype, self.device)
+            if self._native is not None:
+                self._model.attach(self._cache, self._native)
+            if batch_invariant and not (uses_triton or self._model.is_native):
                 why = "; ".join(self.notices) or f"{dtype} has no native products here"
                 raise ValueError(f"batch_invariant is not possible: {why}")
             self._host = HostPool(self._cache.tensors, host_blocks)
+            self._steps = DeviceSteps(
+                self._model, self._cache, table, max_num_seqs, self.max_model_len
+            )
         self.copy_block_us = 0
 
     @property
@@ -159,21 +208,29 @@ class ModelRunner:
         """Slots in a block."""
         return self._cache.block_size
 
-    @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutputs:
         """Run one step; an empty step gives empty results."""
-        num_tokens = inputs.input_ids.shape[0]
-        if num_tokens == 0:
+        return self.collect(self.submit(inputs))
+
+    def submit(self, inputs: StepInputs) -> Submitted:
+        """Queue one step on the device, behind those queued before it; on the CPU, run it.
+
+        At most two steps are in flight. A lane's next token may be the one that a step in flight
+        samples: see ``StepInputs.input_lanes``.
+        """
+        if inputs.input_ids.shape[0] == 0:
             assert inputs.logits_rows.shape[0] == 0, "an empty step has no rows to sample"
+            return Submitted(inputs, None)
+        assert int(inputs.positions.max()) < self.max_model_len, "a position past max_model_len"
+        return Submitted(inputs, self._steps.submit(inputs))
+
+    def collect(self, submitted: Submitted) -> StepOutputs:
+        """Wait for a step and read its results; steps are collected in order, once each."""
+        inputs = submitted.inputs
+        if submitted.fetch is None:
             nothing = np.zeros(0, dtype=np.int32)
             return StepOutputs(nothing, nothing.astype(np.bool_), [], [])
-        assert int(inputs.positions.max()) < self.max_model_len, "a position past max_model_len"
-        hidden = self._model.forward(_packed(inputs), self._cache)
-        rows = torch.from_numpy(inputs.logits_rows)
-        logits = self._model.logits(hidden.index_select(0, rows))
-        token_ids, finite, logprobs = sample(logits, inputs.sampling, self._native)
-        prompt_logprobs = [self._score(hidden, request) for request in inputs.prompt_logprobs]
-        return StepOutputs(token_ids, finite, logprobs, prompt_logprobs)
+        return read_outputs(inputs, submitted.fetch.wait())
 
     @torch.inference_mode()
     def copy_blocks(self, copies: CopyLists) -> None:
@@ -182,22 +239,19 @@ class ModelRunner:
         self._host.copy_in(torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks))
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode that write nothing, so that no request pays for first calls."""
+        """Run a prompt and a decode that write nothing, so that no request pays for first calls,
+        and capture the decode steps where the device has graphs.
+        """
         with torch.inference_mode():
             self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
+        self._steps.capture(blank_decodes)
 
-    def _score(
-        self, hidden: torch.Tensor, request: PromptLogprobRequest
-    ) -> list[TokenLogprobs | None]:
-        scored: list[TokenLogprobs | None] = []
-        for first in range(0, request.num_rows, MAX_PROMPT_LOGPROB_ROWS):
-            rows = min(MAX_PROMPT_LOGPROB_ROWS, request.num_rows - first)
-            start = request.first_row + first
-            logits = self._model.logits(hidden[start : start + rows])
-            scored.extend(score_targets(logits, request, first))
-        return scored
+
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
 def _load_native(native: str, cache: Path | None) -> tuple[NativeKernels | None, tuple[str, ...]]:
@@ -210,34 +264,8 @@ def _load_native(native: str, cache: Path | None) -> tuple[NativeKernels | None,
         return None, (f"native kernels are off, the slower torch kernels run: {error}",)
 
 
-def _packed(inputs: StepInputs) -> PackedBatch:
-    """The arrays as tensors over the same memory; nothing is copied."""
-    seqlens_q = np.diff(inputs.cu_seqlens_q)
-    assert int(inputs.cu_seqlens_q[-1]) == inputs.input_ids.shape[0], "every token has a sequence"
-    return PackedBatch(
-        input_ids=torch.from_numpy(inputs.input_ids),
-        positions=torch.from_numpy(inputs.positions),
-        slot_mapping=torch.from_numpy(inputs.slot_mapping),
-        cu_seqlens_q=torch.from_numpy(inputs.cu_seqlens_q),
-        seqlens_k=torch.from_numpy(inputs.seqlens_k),
-        block_table=torch.from_numpy(inputs.block_table),
-        max_seqlen_q=int(seqlens_q.max()),
-        max_seqlen_k=int(inputs.seqlens_k.max()),
-        num_decodes=inputs.num_decodes,
-    )
-
-
 def _blank_step(num_tokens: int) -> StepInputs:
     """Tokens that read the null block and write nowhere; the last row is sampled."""
-    one = np.ones(1, dtype=np.int32)
-    sampling = SamplingBatch(
-        temperature=one.astype(np.float32),
-        top_p=np.full(1, 0.9, dtype=np.float32),
-        top_k=np.full(1, 50, dtype=np.int32),
-        seed=one.astype(np.uint64),
-        position=np.full(1, num_tokens, dtype=np.int64),
-        num_logprobs=one - 2,
-    )
     return StepInputs(
         input_ids=np.zeros(num_tokens, dtype=np.int32),
         positions=np.arange(num_tokens, dtype=np.int32),
@@ -247,5 +275,32 @@ def _blank_step(num_tokens: int) -> StepInputs:
         block_table=np.zeros((1, num_tokens), dtype=np.int32),
         num_decodes=int(num_tokens == 1),
         logits_rows=np.full(1, num_tokens - 1, dtype=np.int32),
-        sampling=sampling,
+        sampling=_blank_sampling(1, 1.0, num_tokens),
+    )
+
+
+def blank_decodes(num_seqs: int) -> StepInputs:
+    """So many sequences whose one token reads the null block and writes nowhere."""
+    zeros = np.zeros(num_seqs, dtype=np.int32)
+    return StepInputs(
+        input_ids=zeros,
+        positions=zeros,
+        slot_mapping=np.full(num_seqs, -1, dtype=np.int64),
+        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
+        seqlens_k=zeros + 1,
+        block_table=zeros[:, None],
+        num_decodes=num_seqs,
+        logits_rows=np.arange(num_seqs, dtype=np.int32),
+        sampling=_blank_sampling(num_seqs, 0.0, 1),
+    )
+
+
+def _blank_sampling(num_rows: int, temperature: float, position: int) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.full(num_rows, temperature, dtype=np.float32),
+        top_p=np.full(num_rows, 0.9, dtype=np.float32),
+        top_k=np.full(num_rows, 50, dtype=np.int32),
+        seed=np.ones(num_rows, dtype=np.uint64),
+        position=np.full(num_rows, position, dtype=np.int64),
+        num_logprobs=np.full(num_rows, NO_LOGPROBS, dtype=np.int32),
     )

@@ -298,7 +298,7 @@ def _load_model(settings: Settings) -> ModelRunner:
     try:
         runner = ModelRunner(
             path,
-            default_dtype() if settings.dtype == "auto" else settings.dtype,
+            default_dtype(settings.device) if settings.dtype == "auto" else settings.dtype,
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             max_model_len=settings.max_model_len or None,
@@ -309,6 +309,8 @@ def _load_model(settings: Settings) -> ModelRunner:
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
             batch_invariant=settings.batch_invariant == "on",
+            device=settings.device,
+            max_num_seqs=settings.max_num_seqs,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model cannot be loaded", cause=str(error)) from None
@@ -317,7 +319,7 @@ def _load_model(settings: Settings) -> ModelRunner:
     log = get_logger("gpu_worker")
     for notice in runner.notices:
         log.warning("slower_path", reason=notice)
-    log.info("model_loaded", instruction_set=runner.instruction_set)
+    log.info("model_loaded", device=str(runner.device), instruction_set=runner.instruction_set)
     report_progress(1.0, "warming up")
     runner.warm_up()
     return runner

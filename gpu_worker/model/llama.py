@@ -13,16 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from gpu_worker.kv_cache import KVCache
-from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
+from gpu_worker.model.operations import Operations, PackedBatch
+from kernels.attention import BatchLayout
 from kernels.decoder import DecoderShape, LayerWeights, Matrix, NativeDecoder
-from kernels.kv_bytes import is_byte_cache
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows, empty_rows
-from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import build_rope_table
-from kernels.rope_write_kv import rope_write_kv
-from kernels.silu_mul import silu_mul
 from services.models.config import ModelConfig
 
 
@@ -36,26 +33,10 @@ class LlamaWeights:
     head: Matrix
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedBatch:
-    """The tensors of one step; shapes as in ``gpu_worker.inputs.StepInputs``."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seqlens_k: torch.Tensor
-    block_table: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    num_decodes: int
-
-
 class LlamaModel:
     """A decoder ready to run, for positions below ``max_model_len``.
 
-    native: the library that runs everything, or what lies between two linears where these are not
-            its own; None runs the torch reference
+    operations: what runs between its linears, on the device of the weights
     """
 
     def __init__(
@@ -63,15 +44,14 @@ class LlamaModel:
         config: ModelConfig,
         weights: LlamaWeights,
         max_model_len: int,
-        native: NativeKernels | None = None,
+        operations: Operations,
     ) -> None:
         self.config = config
-        self._native = native
+        self._operations = operations
         self._weights = weights
-        self._scale = config.head_dim**-0.5
         self._rope_table = build_rope_table(
             config.head_dim, max_model_len, config.rope_theta, config.rope_factors
-        )
+        ).to(weights.embedding.device)
         self._decoder: NativeDecoder | None = None
 
     @property
@@ -79,11 +59,11 @@ class LlamaModel:
         """Whether all layers run in native code, in which a row has the same bits in any batch."""
         return self._decoder is not None
 
-    def attach(self, cache: KVCache) -> None:
+    def attach(self, cache: KVCache, native: NativeKernels) -> None:
         """Run all layers in one native call, on this cache, where the weights allow it."""
         config, weights = self.config, self._weights
         caches = [cache.layer(index) for index in range(config.num_layers)]
-        if self._native is None or not NativeDecoder.supports(self._native, weights.layers, caches):
+        if not NativeDecoder.supports(native, weights.layers, caches):
             return
         shape = DecoderShape(
             config.num_heads,
@@ -91,41 +71,35 @@ class LlamaModel:
             config.head_dim,
             config.intermediate_size,
             config.rms_norm_eps,
-            self._scale,
+            config.head_dim**-0.5,
         )
-        self._decoder = NativeDecoder(
-            self._native, weights.layers, weights.final_norm, caches, shape
-        )
+        self._decoder = NativeDecoder(native, weights.layers, weights.final_norm, caches, shape)
 
     def forward(self, batch: PackedBatch, cache: KVCache) -> torch.Tensor:
         """Final hidden states, normalised: (num_tokens, hidden_size), dtype of the model.
 
         Valid until the next call.
         """
-        epsilon, native = self.config.rms_norm_eps, self._native
+        epsilon, operations = self.config.rms_norm_eps, self._operations
         cos_sin = self._rope_table.index_select(0, batch.positions)
         residual = self._weights.embedding.index_select(0, batch.input_ids)
         if self._decoder is not None:
-            indices = (batch.cu_seqlens_q, batch.seqlens_k, batch.block_table)
-            return self._decoder(residual, cos_sin, batch.slot_mapping, indices)
+            return self._decoder(residual, cos_sin, batch.slot_mapping, batch.indices)
         first = self._weights.layers[0]
         rows = _rows_for(first.qkv, *residual.shape)
-        normed = rms_norm(residual, first.input_norm, epsilon, native, rows)
-        layout = None
-        keys = cache.layer(0)[0]
-        if native is None and not is_byte_cache(keys):
-            layout = plan_attention(batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, keys)
+        normed = operations.rms_norm(residual, first.input_norm, epsilon, rows)
+        layout = operations.plan(batch, cache.layer(0)[0])
         next_norms = [layer.input_norm for layer in self._weights.layers[1:]]
         next_norms.append(self._weights.final_norm)
         for index, layer in enumerate(self._weights.layers):
             qkv = _multiply(layer.qkv, normed, rows)
             mixed = self._attention(layer, qkv, cos_sin, (batch, layout), cache.layer(index))
-            normed, residual = fused_add_rms_norm(
-                mixed, residual, layer.feed_forward_norm, epsilon, native, rows
+            normed, residual = operations.add_rms_norm(
+                mixed, residual, layer.feed_forward_norm, epsilon, rows
             )
             moved = self._feed_forward(layer, _multiply(layer.gate_up, normed, rows))
-            normed, residual = fused_add_rms_norm(
-                moved, residual, next_norms[index], epsilon, native, rows
+            normed, residual = operations.add_rms_norm(
+                moved, residual, next_norms[index], epsilon, rows
             )
         return normed
 
@@ -135,7 +109,7 @@ class LlamaModel:
 
     def _feed_forward(self, layer: LayerWeights, gate_up: torch.Tensor) -> torch.Tensor:
         rows = _rows_for(layer.down, gate_up.shape[0], self.config.intermediate_size)
-        return _multiply(layer.down, silu_mul(gate_up, self._native, rows), rows)
+        return _multiply(layer.down, self._operations.silu_mul(gate_up, rows), rows)
 
     def _attention(
         self,
@@ -150,24 +124,9 @@ class LlamaModel:
         batch, layout = step
         num_tokens, num_heads, num_kv_heads = qkv.shape[0], config.num_heads, config.num_kv_heads
         heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
-        k_cache, v_cache = caches
         rows = _rows_for(layer.attention_output, num_tokens, num_heads * config.head_dim)
-        q = rope_write_kv(heads, cos_sin, k_cache, v_cache, batch.slot_mapping, self._native)
-        mixed = varlen_paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.cu_seqlens_q,
-            batch.seqlens_k,
-            batch.block_table,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            scale=self._scale,
-            num_decodes=batch.num_decodes,
-            layout=layout,
-            native=self._native,
-            into=rows,
-        )
+        q = self._operations.rope_write_kv(heads, cos_sin, caches, batch.slot_mapping)
+        mixed = self._operations.attention(q, caches, batch, layout, rows)
         joined = mixed.view(num_tokens, num_heads * config.head_dim)
         return _multiply(layer.attention_output, joined, rows)
 

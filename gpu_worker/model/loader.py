@@ -3,41 +3,59 @@
 Invariants: every weight has the shape that the config promises and holds finite numbers only, else
 ModelFileError; one weight at a time is held in float32 beside the finished ones.
 
-Device: allocates the weights; reads files through ``services.models``.
+Device: allocates the weights; reads files through the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.model.llama import LlamaWeights
-from kernels.decoder import LayerWeights, Matrix
-from kernels.linear import make_linear
-from kernels.linear_int8 import Int8Linear, fits_int8
-from kernels.native import NativeKernels
+from gpu_worker.model.operations import Operations
+from kernels.decoder import LayerWeights
+from kernels.linear_int8 import fits_int8
+from services.models.config import ModelConfig
 from services.models.errors import ModelFileError
-from services.models.source import ModelSource
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called with a fraction in [0, 1] and what is being done."""
 
 
+class WeightSource(Protocol):
+    """Config and weights of one model, by the names of the original checkpoint: a file that
+    ``services.models`` opened, or numbers made up on the device.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32] | torch.Tensor:
+        """One weight as float32; raises ModelFileError if it is not there."""
+
+
 def load_weights(
-    source: ModelSource,
+    source: WeightSource,
     dtype: torch.dtype,
     progress: Progress,
-    native: NativeKernels | None = None,
+    operations: Operations,
+    *,
+    device: torch.device,
     quantization: str = "none",
-    invariant: bool = False,
 ) -> LlamaWeights:
     """Read, check, convert and pack all weights; raises ModelFileError.
 
-    native:       the library that the linears are to run on, if there is one
-    quantization: "none", or "int8": all linears in 8 bits, the output head too
-    invariant:    see ``make_linear``
+    operations:   whose linears are made of the weights, the output head too
+    device:       where the weights go, one at a time
+    quantization: of those linears
 
     Raises ValueError where the model's sizes do not allow that quantization.
     """
@@ -45,21 +63,19 @@ def load_weights(
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     if quantization == "int8" and not all(map(fits_int8, sizes)):
         raise ValueError(f"quantization int8 does not take products over {sizes} features")
-    return _Loader(source, dtype, native, quantization, invariant).load(progress)
+    return _Loader(source, dtype, operations, device).load(progress)
 
 
 class _Loader:
     def __init__(
         self,
-        source: ModelSource,
+        source: WeightSource,
         dtype: torch.dtype,
-        native: NativeKernels | None,
-        quantization: str,
-        invariant: bool,
+        operations: Operations,
+        device: torch.device,
     ) -> None:
-        self._native = native
-        self._quantization = quantization
-        self._invariant = invariant
+        self._linear = operations.linear
+        self._device = device
         self._source = source
         self._config = source.config
         self._dtype = dtype
@@ -104,18 +120,13 @@ class _Loader:
             down=self._linear(weight("mlp.down_proj", hidden, intermediate)),
         )
 
-    def _linear(self, weight: torch.Tensor) -> Matrix:
-        if self._quantization == "int8":
-            return Int8Linear(weight, self._native)
-        return make_linear(weight, self._native, self._invariant)
-
     def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         values = self._source.tensor(name)
-        if values.shape != shape:
+        if tuple(values.shape) != shape:
             raise ModelFileError(
                 self._source.path, f"tensor {name!r} has shape {values.shape}, needs {shape}"
             )
-        weight = torch.from_numpy(values)
+        weight = torch.as_tensor(values, device=self._device)
         # The sum of finite float32 weights is finite; one NaN or infinity spoils it.
         if not bool(torch.isfinite(weight.sum(dtype=torch.float64))):
             raise ModelFileError(self._source.path, f"tensor {name!r} holds NaN or infinity")

@@ -21,7 +21,7 @@ def load_runner(settings: Settings) -> tuple[ModelRunner, str]:
     from gpu_worker.runner import ModelRunner, default_dtype
     from services.models.errors import ModelFileError
 
-    dtype = default_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = default_dtype(settings.device) if settings.dtype == "auto" else settings.dtype
     try:
         runner = ModelRunner(
             model_path(settings),
@@ -35,6 +35,8 @@ def load_runner(settings: Settings) -> tuple[ModelRunner, str]:
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
             batch_invariant=settings.batch_invariant == "on",
+            device=settings.device,
+            max_num_seqs=settings.max_num_seqs,
         )
     except ModelFileError as error:
         raise Problem("E301", "Model file refused", cause=str(error)) from error

@@ -33,6 +33,7 @@ class ClusterOptions:
 
     model: Annotated[str | None, _knob("model")] = None
     served_name: Annotated[str | None, _knob("served_name")] = None
+    device: Annotated[str | None, _knob("device")] = None
     dtype: Annotated[str | None, _knob("dtype")] = None
     num_admissions: Annotated[int | None, _knob("num_admissions")] = None
     quantization: Annotated[str | None, _knob("quantization")] = None

@@ -75,6 +75,11 @@ class Settings:
 
     model: str = _knob("smollm2-135m", "model name, GGUF file, or Hugging Face directory")
     served_name: str = _knob("", "name in subjects and /v1/models", pattern=f"(|{_ID})")
+    device: str = _knob(
+        "auto",
+        "where the model runs: cpu, cuda, cuda:N, or auto: a GPU where torch finds one",
+        pattern=r"auto|cpu|cuda(:\d{1,2})?",
+    )
     dtype: str = _knob("auto", "type of the weights", choices=("auto", "float32", "bfloat16"))
     quantization: str = _knob(
         "none", "of the linears: int8 weights and activations", choices=("none", "int8")

@@ -13,6 +13,8 @@ from tests.models.tiny import Tiny, write_directory, write_gguf
 # OpenMP's threads spin while they wait, which on a busy machine costs the working ones most of
 # their time. The library reads this when torch is first imported, which is after this file.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Triton's kernels run in its interpreter here, which must be chosen before triton is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2-greedy.json"
 

@@ -15,7 +15,8 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.gpu import attention, quantise_fp8, rms_norm, rope_write_kv, sampling, silu_mul
+from kernels.gpu import attention, linear, quantise_fp8, rms_norm, rope_write_kv, sampling
+from kernels.gpu import silu_mul
 
 X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
@@ -50,6 +51,10 @@ KERNELS = {
         cos_sin_stride="i64", pool_strides=("i64",) * 12,
     ), dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, ROTARY=64, BLOCK_SIZE=16, HALF_PAD=32,
             HEAD_PAD=128, FORMAT=2)),
+    "linear": (linear.linear_kernel, dict(
+        x=X, weight=X, out=X, x_stride="i64", weight_stride="i64", num_rows="i32",
+        in_features="i32", out_features="i32",
+    ), dict(TILE_ROWS=32, TILE_OUT=128, TILE_IN=64)),
     "sampling": (sampling.sample_kernel, dict(
         logits=F, temperature=F, top_k=I, top_p=F, uniforms=F, tokens=L, stride="i64", size="i32",
         min_temperature="fp32",
@@ -83,7 +88,7 @@ def test_they_compile() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 9
+    assert len(built) == 10
     for name, size, shared in built:
         assert int(size) > 1000, name
         assert int(shared) <= SHARED_BYTES, name
