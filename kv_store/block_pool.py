@@ -1,12 +1,13 @@
 """One engine's blocks: FREE, LEASED (held by the epoch) or CACHED (no holder, content known).
 
     FREE ─grant─▶ LEASED ─release─┬─ content found under its hash ─▶ CACHED ─┬─ hit ─▶ LEASED
-      ▲                           └─ else ─▶ FREE                           └─ evict ─▶ FREE
+      ▲                           └─ else ─▶ FREE                           └─ evict, forget ─▶ FREE
 
 free + leased + cached = num_blocks - 1: block 0 is the null block and never in any of them. A block
 is LEASED while it has holds; a grant and a pin are one hold each, released once. A block that a
 copy from host memory is to fill is LEASED and ARRIVING: its content counts once that copy is
-confirmed, and until then whoever hits it gets the same copy.
+confirmed, and until then whoever hits it gets the same copy. A LEASED block whose content was
+forgotten stays with its holders, and is FREE after them.
 
 Pure.
 """
@@ -14,7 +15,7 @@ Pure.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from services.contracts.errors import InvariantError
 
@@ -217,6 +218,22 @@ class BlockPool:
         if entry.block_id is None and self._index.is_indexed(entry):
             entry.block_id = block_id
 
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """What has one of `hashes` may be broken: it, and all that continues it, is never found
+        again, in either tier.
+        """
+        for entry in self._index.forget(hashes):
+            block_id, entry.block_id = entry.block_id, None
+            if block_id is not None and block_id in self._cached:
+                self._cached.remove(block_id)
+                del self._content[block_id]
+                self._free[block_id] = None
+            self.host.forget(entry)
+            self.totals.forgotten += 1
+        for block_id in [b for b, entry in self._surplus.items() if entry.is_forgotten]:
+            del self._surplus[block_id]
+            self._free[block_id] = None
+
     def salt_of(self, block_id: int) -> bytes:
         """Salt of the chain that `block_id` belongs to; b"" where its content is unknown."""
         entry = self._content.get(block_id)
@@ -313,7 +330,7 @@ class BlockPool:
             block_id, _ = self._free.popitem(last=False)
         else:
             block_id = self._cached.pop()
-            self._save(block_id, self._forget(block_id), copies)
+            self._save(block_id, self._clear(block_id), copies)
             self.totals.evictions += 1
         self._holds[block_id] = 1
         return block_id
@@ -330,7 +347,7 @@ class BlockPool:
         else:
             self._holds[block_id] += 1
 
-    def _forget(self, block_id: int) -> Entry:
+    def _clear(self, block_id: int) -> Entry:
         entry = self._content.pop(block_id)
         entry.block_id = None
         return entry
@@ -339,7 +356,7 @@ class BlockPool:
         surplus = self._cached.over_quota(tenant)
         if surplus is not None:
             self._cached.remove(surplus)
-            entry = self._forget(surplus)
+            entry = self._clear(surplus)
             if self.host.num_slots:
                 self._surplus[surplus] = entry
             else:

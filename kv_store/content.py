@@ -4,13 +4,15 @@ found by hash.
 An entry lives while a block or a host slot has it, or a later entry continues it, so a block that
 is computed again after its eviction is the same entry again, and what was cached behind it is found
 again. Tokens are compared wherever a hash matches: a collision is a miss, never another prompt's
-KV.
+KV. What was forgotten because it may be broken, and what continues it, is never found; the same
+content computed anew is another entry.
 
 Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -20,6 +22,7 @@ class Entry:
 
     block_id: the block that is found under `hash`, or None (none, or a duplicate). host_slot: where
     host memory has it. arrival: the block that a copy from host memory is about to fill.
+    is_forgotten: it may be broken; never indexed again.
     """
 
     __slots__ = (
@@ -28,6 +31,7 @@ class Entry:
         "block_id",
         "hash",
         "host_slot",
+        "is_forgotten",
         "parent",
         "salt",
         "tokens",
@@ -43,6 +47,7 @@ class Entry:
         self.block_id: int | None = None
         self.host_slot: int | None = None
         self.arrival: Arrival | None = None
+        self.is_forgotten: bool = parent is not None and parent.is_forgotten
 
     def is_same(self, tokens: bytes, parent: Entry | None, salt: bytes) -> bool:
         """True for the very same content: `parent` by identity, and so every token before it."""
@@ -98,7 +103,7 @@ class PrefixIndex:
         if entry is not None and entry.is_same(tokens, parent, salt):
             return entry
         fresh = Entry(content_hash, tokens, parent, salt)
-        if entry is None:
+        if entry is None and not fresh.is_forgotten:
             self._entries[content_hash] = fresh
         return fresh
 
@@ -113,3 +118,34 @@ class PrefixIndex:
 
     def is_indexed(self, entry: Entry) -> bool:
         return self._entries.get(entry.hash) is entry
+
+    def forget(self, hashes: Iterable[bytes]) -> list[Entry]:
+        """Take what has one of `hashes`, and all that continues it, out -> those entries.
+
+        O(entries): what continues an entry is not kept, because nothing else asks for it.
+        """
+        for content_hash in hashes:
+            entry = self._entries.get(content_hash)
+            if entry is not None:
+                entry.is_forgotten = True
+        sound: set[Entry] = set()
+        for entry in list(self._entries.values()):
+            _inherit(entry, sound)
+        forgotten = [entry for entry in self._entries.values() if entry.is_forgotten]
+        for entry in forgotten:
+            del self._entries[entry.hash]
+        return forgotten
+
+
+def _inherit(entry: Entry, sound: set[Entry]) -> None:
+    """Forget `entry`, and those between, where one before it is forgotten; else all are `sound`."""
+    chain: list[Entry] = []
+    at: Entry | None = entry
+    while at is not None and not at.is_forgotten and at not in sound:
+        chain.append(at)
+        at = at.parent
+    if at is not None and at.is_forgotten:
+        for continued in chain:
+            continued.is_forgotten = True
+    else:
+        sound.update(chain)

@@ -63,7 +63,7 @@ class HostTier:
         if not self._free:
             if not len(self._lru):
                 return None
-            self._forget(self._lru.pop())
+            self._evict(self._lru.pop())
         slot = self._free.pop()
         self._writing[slot] = entry
         return WriteBack(block_id, slot, entry)
@@ -71,7 +71,7 @@ class HostTier:
     def confirm_write(self, write: WriteBack) -> None:
         """The copy has run: its content is found from now on."""
         slot, entry = write.host_slot, self._writing.pop(write.host_slot)
-        if entry.host_slot is not None:
+        if entry.host_slot is not None or entry.is_forgotten:
             # Evicted twice before the first copy was confirmed: one slot is enough.
             self._free.append(slot)
             return
@@ -96,9 +96,21 @@ class HostTier:
         self._pins[slot] -= 1
         if not self._pins[slot]:
             del self._pins[slot]
-            salt = self._content[slot].salt
-            self._lru.add(slot, salt)
-            self._keep_quota(salt)
+            entry = self._content[slot]
+            if entry.is_forgotten:
+                self._release(slot)
+                return
+            self._lru.add(slot, entry.salt)
+            self._keep_quota(entry.salt)
+
+    # ---- what may be broken
+
+    def forget(self, entry: Entry) -> None:
+        """Its slot is free: at once, or once the copies that read it are through."""
+        slot = entry.host_slot
+        if slot is not None and slot not in self._pins:
+            self._lru.remove(slot)
+            self._release(slot)
 
     # ---- inside
 
@@ -111,12 +123,15 @@ class HostTier:
         surplus = self._lru.over_quota(tenant)
         if surplus is not None:
             self._lru.remove(surplus)
-            self._forget(surplus)
+            self._evict(surplus)
 
-    def _forget(self, slot: int) -> None:
+    def _evict(self, slot: int) -> None:
+        self._release(slot)
+        self.num_evicted += 1
+
+    def _release(self, slot: int) -> None:
         self._content.pop(slot).host_slot = None
         self._free.append(slot)
-        self.num_evicted += 1
 
     def faults(self) -> Iterator[str]:
         """Broken invariants, in words."""

@@ -137,6 +137,8 @@ class Ledger:
                 self.pool.confirm(copies)
         if delta.commits is not None:
             self._commit(delta.commits)
+        # After the commits, some of which may rest on it; before releases, which cache content.
+        self._forget(delta.forget)
         for block_id in unpack(delta.released).tolist():
             self.pool.release(block_id)
         for number in unpack(delta.abandoned).tolist():
@@ -168,6 +170,10 @@ class Ledger:
                 salt = self.pool.salt_of(parent)
                 self.pool.commit(block_id, content_hash, block_tokens, parent, salt)
 
+    def _forget(self, hashes: bytes) -> None:
+        if hashes:
+            self.pool.forget(_split(hashes, HASH_BYTES))
+
     def restore(self, snapshot: KvSnapshot) -> None:
         """A part of what the epoch holds; the first one takes back everything else."""
         self.epoch = snapshot.epoch
@@ -181,6 +187,7 @@ class Ledger:
         ):
             self.pool.adopt(block_id, holds)
         self._commit(snapshot.commits)
+        self._forget(snapshot.forget)
         self.next_part = (snapshot.part + 1) % snapshot.parts
         if self.next_part == 0:
             self.deltas.restart(snapshot.number)

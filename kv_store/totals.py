@@ -18,5 +18,6 @@ class PoolTotals:
     host_hit_blocks: int = 0
     evictions: int = 0
     quota_evictions: int = 0
+    forgotten: int = 0
     copies_out: int = 0
     copies_in: int = 0

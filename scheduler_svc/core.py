@@ -297,6 +297,8 @@ class SchedulerCore:
         elif seq.status is SequenceStatus.WAITING:
             self.ledger.drop_lookup(seq)
             self.waiting.remove(seq)
+        if code is ErrorCode.NUMERICS:
+            self.ledger.forget(seq)
         seq.move(SequenceStatus.FINISHED)
         self.experience.suspects.forget(seq)
         self.experience.counters.add(seq.salt, seq.num_output_tokens)
@@ -397,6 +399,7 @@ class SchedulerCore:
         budget = config.max_num_batched_tokens or default_budget(self.max_model_len, lanes)
         shape = Shape(lanes, self.max_model_len, budget, config.max_join_bytes)
         self._begin(pool, shape)
+        self.experience.forgotten.attached(attached.generation)
         # A new epoch numbers its updates anew; admissions resubmit what they have open there.
         self.updates = UpdateLog(config.engine)
         for seq in self.roster.live():

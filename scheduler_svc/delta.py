@@ -77,10 +77,12 @@ class DeltaDraft:
     released: list[int] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
+    forget: list[bytes] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.content.block_ids or self.released or self.abandoned or self.copied)
+        changed = self.content.block_ids or self.released or self.abandoned or self.copied
+        return not (changed or self.forget)
 
 
 @dataclass(slots=True)

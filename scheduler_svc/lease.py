@@ -170,6 +170,15 @@ class Lease:
         self.committed.add(block_id)
         self._draft.content.add(seq, index, token_ids, self.block_size)
 
+    def forget(self, content_hash: bytes) -> None:
+        """What has this hash, and what continues it, may be broken: nobody shall hit it again."""
+        self._draft.forget.append(content_hash)
+
+    @property
+    def is_forgetting(self) -> bool:
+        """The ledger has not been told yet, and would answer a lookup with it."""
+        return bool(self._draft.forget)
+
     def release(self, seq: Sequence) -> None:
         """`seq` holds nothing any more; no step in flight may name its blocks."""
         assert seq.num_in_flight == 0
@@ -326,10 +335,12 @@ class Lease:
             released=pack(draft.released),
             abandoned=pack(draft.abandoned),
             copied=pack(draft.copied),
+            forget=b"".join(draft.forget),
         )
 
-    def snapshot(self, holders: Iterable[Holder]) -> list[KvSnapshot]:
+    def snapshot(self, holders: Iterable[Holder], forgotten: bytes = b"") -> list[KvSnapshot]:
         """Everything held; it closes all requests under way and stands in for unsent deltas.
+        forgotten: 32 bytes each, whatever this or a lost delta was to forget.
 
         No copy may be pending or in flight: what is told here is there.
         """
@@ -343,9 +354,15 @@ class Lease:
         parts = snapshot_parts(
             holders, self.holds, self.spare, self.committed, self.block_size, part_blocks
         )
-        return [self._snapshot_part(part, at, len(parts)) for at, part in enumerate(parts)]
+        last = len(parts) - 1
+        return [
+            self._snapshot_part(part, at, len(parts), forgotten if at == last else b"")
+            for at, part in enumerate(parts)
+        ]
 
-    def _snapshot_part(self, part: SnapshotPart, index: int, num_parts: int) -> KvSnapshot:
+    def _snapshot_part(
+        self, part: SnapshotPart, index: int, num_parts: int, forget: bytes
+    ) -> KvSnapshot:
         return KvSnapshot(
             engine=self.pool.engine,
             generation=self.pool.generation,
@@ -360,6 +377,7 @@ class Lease:
             commits=part.content.commits(),
             closed_through=self._request_number,
             host_blocks=self.pool.host_blocks,
+            forget=forget,
         )
 
     def _exhaustion_outdated(self) -> None:

@@ -2,7 +2,8 @@
 free, blocks leased ahead of need, what changed, and everything, where the ledger has lost it.
 
 Invariants: a step never waits for an answer; a request that is given up is named in the next delta,
-so that the ledger takes back what it grants for it.
+so that the ledger takes back what it grants for it; what may be broken is forgotten before anybody
+asks again.
 
 Pure.
 """
@@ -65,6 +66,8 @@ class LedgerTalk:
             ask = lease.ask_lookup(seq, known, now_ns, batch.recompute_block_us)
             if ask is None:
                 continue
+            if lease.is_forgetting and (delta := lease.flush()) is not None:
+                yield delta
             if seq.num_preemptions and (delta := lease.make_room(len(seq.hashes))) is not None:
                 # Its content may be in host memory by now, and the lease has all that is free.
                 yield delta
@@ -81,7 +84,8 @@ class LedgerTalk:
         for number in list(lease.lookups):
             self._give_up(number)
         self._batch.prepare_snapshot()
-        return lease.snapshot([(s, lanes.known_token_ids(s)) for s in holders if s.block_ids])
+        known = [(s, lanes.known_token_ids(s)) for s in holders if s.block_ids]
+        return lease.snapshot(known, self._batch.experience.forgotten.hashes)
 
     def news(self, now_ns: int, *, ask: bool) -> Iterator[KvDelta | LeaseRequest]:
         """What this step changed; then, where `ask`, what it lacks: the delta may bring it back."""
@@ -112,6 +116,29 @@ class LedgerTalk:
         awaited = self._lease.on_lease(reply)
         if awaited and reply.status is KvStatus.NEED_SNAPSHOT:
             self._lease.snapshot_due = True
+
+    # ---- what may be broken
+
+    def forget(self, seq: Sequence) -> None:
+        """`seq` has ended with logits that are not finite: whatever it has committed or hit may be
+        the reason. Those that wait for the same content compute it anew; those that run on it go
+        on, and what they commit on top of it is not indexed.
+        """
+        if not seq.num_committed_blocks:
+            return
+        first = seq.hashes[0]
+        self._lease.forget(first)
+        self._batch.experience.forgotten.add(first)
+        self._let_go(first)
+
+    def _let_go(self, first: bytes) -> None:
+        """Nobody waits for content that begins with `first`, or with it."""
+        for number, opened in list(self._lease.lookups.items()):
+            if opened.seq.hashes[0] == first:
+                self._waiting.end_lookup(self._lease.give_up_lookup(number))
+        for other in self._waiting:
+            if other.num_committed_blocks and other.hashes[0] == first:
+                self._lease.release(other)
 
     # ---- what is not waited for any more
 

@@ -20,6 +20,7 @@ from services.contracts.step import LaneJoin, ScheduledRequests
 from services.contracts.trace_context import is_sampled
 from services.contracts.vectors import Int32Array
 
+from .forgotten import Forgotten
 from .lanes import NO_LANES, LaneIndices, LaneTable
 from .lease import Lease
 from .load import scheduled_requests
@@ -48,14 +49,15 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class Experience:
-    """What is learned, whatever epoch it was: output lengths, step times, tokens by tenant, and who
-    was there when a worker died.
+    """What is learned, whatever epoch it was: output lengths, step times, tokens by tenant, who was
+    there when a worker died, and what may be broken in the cache.
     """
 
     outputs: OutputLengths = field(default_factory=OutputLengths)
     times: StepTimeModel = field(default_factory=StepTimeModel)
     counters: TokenCounters = field(default_factory=TokenCounters)
     suspects: Suspects = field(default_factory=Suspects)
+    forgotten: Forgotten = field(default_factory=Forgotten)
 
 
 @dataclass(slots=True)

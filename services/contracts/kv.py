@@ -111,6 +111,9 @@ class Commits(Message, frozen=True):
 class KvDelta(Message, frozen=True, tag="delta"):
     """scheduler -> ledger, one per step. released: one hold of each goes back. abandoned: request
     numbers. copied: numbers of requests whose copies have run; counts before all the rest.
+
+    forget: 32 bytes each, hashes of content that may be broken: it, and all that continues it, is
+    never hit again, in either tier; after the commits of this delta, before its releases.
     """
 
     engine: Id
@@ -121,6 +124,7 @@ class KvDelta(Message, frozen=True, tag="delta"):
     released: Vector = EMPTY
     abandoned: Vector = EMPTY
     copied: Vector = EMPTY
+    forget: Hashes = b""
 
 
 class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
@@ -129,7 +133,8 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
 
     Parts 0 .. parts - 1 arrive in order and count together. block_ids, holds: int32. Every request
     numbered `closed_through` or lower is closed: what it granted is in here or is not held, and its
-    copies have run or never will. host_blocks: slots of the worker's host memory.
+    copies have run or never will. host_blocks: slots of the worker's host memory. forget: as in a
+    delta, and also what a lost one may have named; in the last part, after all commits.
     """
 
     engine: Id
@@ -145,6 +150,7 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
     commits: Commits = Commits()
     closed_through: int = 0
     host_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS)] = 0
+    forget: Hashes = b""
 
 
 class KvReportRequest(Message, frozen=True, tag="kv_report"):

@@ -15,6 +15,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from kv_store.ledger import MAX_OPEN_REQUESTS
+from scheduler_svc.forgotten import MAX_FORGOTTEN
 from scheduler_svc.policies.margin import WINDOW
 from services.contracts.limits import KEPT_PLANS, MAX_NAMES
 
@@ -117,6 +118,7 @@ CAPS: Final[dict[str, dict[str, Cap]]] = {
         "batch._leaving": _lanes,
         "batch.pipeline.plans": _some(KEPT_PLANS),
         "experience.outputs._recent": _some(WINDOW),
+        "experience.forgotten._hashes": _some(MAX_FORGOTTEN),
         "experience.times._moments": _some(9),
         "experience.times._fit": _some(3),
         "experience.counters.served": _tenants,

@@ -3,7 +3,7 @@ for each invariant, by the numbers of the list that the project keeps.
 
     I1 ends once · I2 nothing uninvited · I3 stream · I4 answer · I5 blocks · I6 one view
     I7 epochs · I8 tenants · I9 usage · I10 cancel · I11, I13 idle · I12 progress · I15 errors
-    I16 steps
+    I16 steps · I17 forgotten
 
 They see what goes over the wire, what the worker is about to run, and the containers of the cores.
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 from services.contracts.errors import ERRORS, ErrorCode
 from services.contracts.limits import ENGINE_ABSENCE_SECONDS
 from services.contracts.public import FinishReason, Frame
-from services.contracts.step import StepEvent, StepPlan
+from services.contracts.step import StepEvent, StepPlan, StepResult
 from services.contracts.vectors import unpack
 
 from .census import census, excess
@@ -56,6 +56,9 @@ class Check:
 
     def executes(self, node: Any, plan: StepPlan) -> None:
         """Worker `node` is about to run `plan`."""
+
+    def answered(self, node: Any, result: StepResult) -> None:
+        """Scheduler `node` is about to handle `result`."""
 
     def settled(self, node: Any) -> None:
         """`node` has handled an event."""
@@ -427,8 +430,10 @@ class Errors(Check):
 
     def _may(self, client: Client, code: ErrorCode) -> bool:
         world = self.world
-        if client.is_probe:
-            return False
+        # A block may have been spoilt and not read since, so that it is found only now.
+        is_victim: bool = code is ErrorCode.NUMERICS and client.number in world.victims
+        if client.is_probe or is_victim:
+            return is_victim
         mark = world.marks.get(client.number, (None, 0))[0]
         match code:
             case ErrorCode.NO_WORKER:
@@ -488,6 +493,64 @@ class Steps(Check):
         self._last[stream] = step_id
 
 
+class Forgotten(Check):
+    """I17: what a sequence held that has failed with logits that are not finite is hit by nobody
+    whom the same scheduler lets join later, wherever it was copied meanwhile.
+    """
+
+    name = "I17 forgotten"
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._num_written = 0
+        # By place: which writing it holds, in blocks and in host slots of each worker.
+        self._blocks: dict[tuple[str, int], int] = {}
+        self._slots: dict[tuple[str, int], int] = {}
+        self._broken: dict[str, frozenset[int]] = {}
+        self._known: dict[tuple[int, int, int], frozenset[int]] = {}
+
+    def answered(self, node: Any, result: StepResult) -> None:
+        core, worker = node.core, self.world.current("worker")
+        steps = core.batch.pipeline.steps
+        owned = (core.link.generation, core.link.epoch) == (result.generation, result.epoch)
+        is_next = core.link.is_ready and owned and steps and steps[0].step_id == result.step_id
+        if not result.failed or not is_next or worker is None:
+            return
+        held: set[int] = set()
+        for lane in unpack(result.failed).tolist():
+            seq = steps[0].departed.get(lane)
+            if seq is None:
+                seq = core.batch.lanes.occupant(lane)
+                held.update(seq.block_ids[: core.batch.lanes.committed_blocks[lane]])
+            elif seq.status != "finished":
+                held.update(seq.block_ids[: seq.num_committed_blocks])
+        broken = {self._blocks[worker.name, block_id] for block_id in held}
+        self._broken[node.name] = self._broken.get(node.name, frozenset()) | broken
+
+    def planned(self, node: Any, plan: StepPlan) -> None:
+        if plan.join and node.name in self._broken:
+            self._known[plan.generation, plan.epoch, plan.step_id] = self._broken[node.name]
+
+    def executes(self, node: Any, plan: StepPlan) -> None:
+        blocks, slots, name = self._blocks, self._slots, node.name
+        outs, ins = unpack(plan.copies_out).tolist(), unpack(plan.copies_in).tolist()
+        for block_id, slot in zip(outs[::2], outs[1::2], strict=True):
+            slots[name, slot] = blocks.get((name, block_id), 0)
+        for slot, block_id in zip(ins[::2], ins[1::2], strict=True):
+            blocks[name, block_id] = slots.get((name, slot), 0)
+        size = self.world.options.block_size
+        known = self._known.pop((plan.generation, plan.epoch, plan.step_id), frozenset())
+        for join in plan.join:
+            hits = unpack(join.block_ids)[: join.num_computed_tokens // size].tolist()
+            bad = [block_id for block_id in hits if blocks.get((name, block_id)) in known]
+            self.require(not bad, f"lane {join.lane} joins on blocks {bad}, which may be broken")
+        check = self.world.check(Blocks)
+        for lane, (first, last) in check.written.items():
+            for index in range(-(-first // size), (last - 1) // size + 1):
+                self._num_written += 1
+                blocks[name, check.lanes[name].blocks[lane][index]] = self._num_written
+
+
 CHECKS: Final[tuple[type[Check], ...]] = (
     EndsOnce,
     NothingUninvited,
@@ -503,4 +566,5 @@ CHECKS: Final[tuple[type[Check], ...]] = (
     Progress,
     Errors,
     Steps,
+    Forgotten,
 )

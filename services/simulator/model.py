@@ -1,8 +1,9 @@
 """The shadow model with marked requests: some make the worker die, some make logits that are not
-finite.
+finite; and with blocks whose content is not finite.
 
 A request is known by its sampling seed. Slots that a failed row wrote are spoilt, so that whoever
-reads them later answers wrong.
+reads them later answers wrong. Whoever reads a slot that is not finite has no finite logits, and
+what it writes is not finite either.
 
 Pure: numpy only.
 """
@@ -23,6 +24,7 @@ from gpu_worker.shadow import ShadowModel
 
 VOCAB_SIZE: Final = 512
 _SPOILT: Final = np.int32(VOCAB_SIZE + 7)
+_NOT_FINITE: Final = np.int32(VOCAB_SIZE + 9)
 
 
 class Mark(StrEnum):
@@ -37,9 +39,13 @@ class Mark(StrEnum):
 
 
 class MarkedModel(ShadowModel):
-    """marks: by seed, and from which length of its sequence on it counts."""
+    """marks: by seed, and from which length of its sequence on it counts. victims: seeds that have
+    read what is not finite, added to.
+    """
 
-    def __init__(self, shape: EngineShape, marks: Mapping[int, tuple[Mark, int]]) -> None:
+    def __init__(
+        self, shape: EngineShape, marks: Mapping[int, tuple[Mark, int]], victims: set[int]
+    ) -> None:
         super().__init__(
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
@@ -47,8 +53,34 @@ class MarkedModel(ShadowModel):
             host_blocks=shape.host_blocks,
         )
         self._marks = marks
+        self._victims = victims
+        self._is_spoilt = False
+
+    def spoil(self, block_id: int) -> None:
+        """The content of `block_id` is not finite any more."""
+        self._is_spoilt = True
+        self._tokens.reshape(-1, self.block_size)[block_id] = _NOT_FINITE
 
     def execute(self, inputs: StepInputs) -> StepOutputs:
+        outputs = self._execute(inputs)
+        return self._spread(inputs, outputs) if self._is_spoilt else outputs
+
+    def _spread(self, inputs: StepInputs, outputs: StepOutputs) -> StepOutputs:
+        """Rows that read what is not finite write and sample what is not."""
+        read: set[int] = set()
+        for row, length in enumerate(inputs.seqlens_k.tolist()):
+            if np.any(self._tokens[self._slots(inputs, row, length)] == _NOT_FINITE):
+                start, end = inputs.cu_seqlens_q[row], inputs.cu_seqlens_q[row + 1]
+                self._tokens[inputs.slot_mapping[start:end]] = _NOT_FINITE
+                read.add(row)
+        finite = outputs.finite.copy()
+        for index, row in enumerate(self._rows_of(inputs).tolist()):
+            if row in read:
+                finite[index] = False
+                self._victims.add(int(inputs.sampling.seed[index]))
+        return dataclasses.replace(outputs, finite=finite)
+
+    def _execute(self, inputs: StepInputs) -> StepOutputs:
         if not self._marks:
             return super().execute(inputs)
         rows = self._rows_of(inputs)

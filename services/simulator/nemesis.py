@@ -25,6 +25,7 @@ HUNG_AFTER_NS: Final = 4 * SECOND_NS
 REPLACED_AFTER_NS: Final = SECOND_NS
 STALE_MESSAGES: Final = 8
 MAX_LAG_NS: Final = 60 * SECOND_NS
+SPOIL_AGAIN_NS: Final = 50_000_000
 ASKED_KINDS: Final = frozenset({"submit", "abort", "attach", "poll", "lookup", "lease"})
 REPLAYED_KINDS: Final = ASKED_KINDS | {"updates", "plan", "result", "delta", "snapshot", "beat"}
 
@@ -228,6 +229,22 @@ class Nemesis:
 
         self._later(HUNG_AFTER_NS, kill)
 
+    # ---- the worker's memory
+
+    def spoil_block(self) -> None:
+        """The content of a block that may be hit again is not finite any more."""
+        worker, kv = self.world.current("worker"), self.world.current("kv_store")
+        known: list[int] = []
+        for ledger in kv.core.ledgers.values() if worker and kv else ():
+            if ledger.generation == worker.executor.generation:
+                pool = ledger.pool
+                known = sorted({e.block_id for e in pool._content.values() if e.block_id})
+        if known:
+            worker.model.spoil(self.rng.choice(known))
+            self.note("block spoilt")
+        else:
+            self._later(SPOIL_AGAIN_NS, self.spoil_block)
+
     # ---- links
 
     def cut(self) -> None:
@@ -340,4 +357,5 @@ TIMED: Final[dict[str, Callable[[Nemesis], None]]] = {
     "lag": Nemesis.lag,
     "server restart": Nemesis.server_restart,
     "stale": Nemesis.stale,
+    "spoil block": Nemesis.spoil_block,
 }

@@ -233,8 +233,8 @@ class WorkerNode(Node):
             host_blocks=o.host_blocks,
             copy_block_us=o.copy_block_us,
         )
-        model = MarkedModel(shape, world.marks)
-        self.executor = Executor(model, world.next_generation(), shape)
+        self.model = MarkedModel(shape, world.marks, world.victims)
+        self.executor = Executor(self.model, world.next_generation(), shape)
         self.queue: deque[tuple[int, StepPlan]] = deque()
         self.running = False
         self._waiting_attach: list[tuple[Attach, Answer]] = []
@@ -351,6 +351,12 @@ class SchedulerNode(Node):
         self._arm()
 
     def post(self, event: Any) -> None:
+        if isinstance(event, PollReply):
+            result = event.result
+        else:
+            result = event if isinstance(event, StepResult) else None
+        if result is not None and self.alive:
+            self.world.answered(self, result)
         try:
             super().post(event)
         except Superseded:

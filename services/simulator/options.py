@@ -147,9 +147,9 @@ def draw(rng: random.Random, seed: int) -> Options:
     )
     if rng.random() < 0.3:
         options = _with_revisits(options, alone, rng)
-    if rng.random() < CALM:
-        return options
-    return _with_faults(options, rng, seed)
+    if rng.random() >= CALM:
+        options = _with_faults(options, rng, seed)
+    return _with_memory_faults(options, seed)
 
 
 def _with_revisits(options: Options, alone: int, rng: random.Random) -> Options:
@@ -205,6 +205,9 @@ TIMED_FAULTS: Final = (
     "server restart",
     "stale",
 )
+# Drawn apart from the others, so that all other histories stay as they are.
+MEMORY_FAULTS: Final = ("spoil block",)
+MEMORY: Final = 0.15
 # At a phase: to a role, to a pair, or to the message that shows it.
 CELLS: Final = (
     *((phase, "crash", (role,)) for phase in Phase for role in ROLES),
@@ -255,6 +258,23 @@ def _with_faults(options: Options, rng: random.Random, seed: int) -> Options:
         faults=faults,
     )
     return _with_room_for(options, needed, rng)
+
+
+def _with_memory_faults(options: Options, seed: int) -> Options:
+    """In some seeds a few blocks are spoilt, while the same prompts come again and again."""
+    rng = random.Random(f"memory {seed}")
+    if rng.random() >= MEMORY:
+        return options
+    timed = tuple(rng.choice(MEMORY_FAULTS) for _ in range(rng.randint(1, 3)))
+    faults = dataclasses.replace(options.faults, timed=(*options.faults.timed, *timed))
+    return dataclasses.replace(
+        options,
+        num_requests=max(options.num_requests, 16),
+        mean_arrival_ns=rng.choice([5_000_000, 50_000_000]),
+        num_prompts=rng.choice([1, 3]),
+        num_salts=1,
+        faults=faults,
+    )
 
 
 def _with_room_for(options: Options, needed: set[Phase], rng: random.Random) -> Options:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 from services.contracts.errors import StreetcarError
 from services.contracts.public import Frame
-from services.contracts.step import StepEvent, StepPlan
+from services.contracts.step import StepEvent, StepPlan, StepResult
 
 from .bus import Bus
 from .census import census, excess
@@ -75,6 +75,7 @@ class Report:
     prefix_hits: int
     copies_out: int
     copies_in: int
+    forgotten: int
     starts: Counter[str]
     virtual_ms: int
     healed_ms: int
@@ -99,6 +100,7 @@ class World:
         self.bus = Bus(self.clock, self.network, self.rng)
         self.vocabulary = ShadowVocabulary()
         self.marks: dict[int, tuple[Mark, int]] = {}
+        self.victims: set[int] = set()
         self.clients: dict[str, Client] = {}
         self.nodes: list[Node] = []
         self.max_skew = MAX_SKEW_PPM / 1e6 if o.faults.skewed else 0.0
@@ -313,6 +315,10 @@ class World:
         for check in self.checks:
             check.executes(node, plan)
 
+    def answered(self, node: Node, result: StepResult) -> None:
+        for check in self.checks:
+            check.answered(node, result)
+
     def settled(self, node: Node) -> None:
         for check in self.checks:
             check.settled(node)
@@ -388,6 +394,7 @@ class World:
             prefix_hits=sum(core.totals.num_prefix_hits for core in schedulers),
             copies_out=sum(ledger.pool.totals.copies_out for ledger in ledgers),
             copies_in=sum(ledger.pool.totals.copies_in for ledger in ledgers),
+            forgotten=sum(ledger.pool.totals.forgotten for ledger in ledgers),
             starts=self._starts,
             virtual_ms=self.clock.now_ns // 1_000_000,
             healed_ms=self._healed_ns // 1_000_000,

@@ -91,6 +91,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.content[block] = chain
 
     @rule(chain=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_LENGTH).map(tuple))
+    def forget(self, chain: tuple[int, ...]) -> None:
+        """What is forgotten is gone with all that continues it; what is held stays held."""
+        self.pool.forget([self._hash(chain)])
+        for block in [b for b in self.cached if not self._is_cached(b)]:
+            self.cached.discard(block)
+            del self.content[block]
+        prefixes = [chain[: end + 1] for end in range(len(chain))]
+        hits = self.pool.lookup(
+            b"", [self._hash(prefix) for prefix in prefixes], [pack([token]) for token in chain]
+        )
+        assert len(hits) < len(chain)
+        for block in hits:
+            self.holds[block] = self.holds.get(block, 0) + 1
+            self.cached.discard(block)
+        if not self.colliding:
+            assert not [b for b in self.cached if self.content[b][: len(chain)] == chain]
+
+    @rule(chain=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_LENGTH).map(tuple))
     def lookup(self, chain: tuple[int, ...]) -> None:
         prefixes = [chain[: end + 1] for end in range(len(chain))]
         hits = self.pool.lookup(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_store.core import Asked, KvCore
+from scheduler_svc.forgotten import Forgotten
 from scheduler_svc.lease import Lease, Pool
 from scheduler_svc.sequence import Sequence
 from services.contracts import codec
@@ -66,6 +67,8 @@ class BooksMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.sequences: list[Sequence] = []
         self.uid = 0
+        self.forgotten = Forgotten()
+        self.broken: set[int] = set()
         self.attach()
 
     @rule()
@@ -76,7 +79,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.sequences = []
         self.wire: list[bytes] = []
         self.replies: list[bytes] = []
-        self._send_all(self.lease.snapshot([]))
+        self._send_all(self.lease.snapshot([], self.forgotten.hashes))
 
     def _send_all(self, messages: list[KvSnapshot]) -> None:
         self.wire.extend(codec.encode(message) for message in messages)
@@ -101,8 +104,10 @@ class BooksMachine(RuleBasedStateMachine):
     def run(self, data: st.DataObject, count: int) -> None:
         """Take blocks, and commit what the tokens fill."""
         seq = data.draw(st.sampled_from(self._free_to_run()))
+        held = len(seq.block_ids)
         need = -(-seq.num_tokens // BLOCK_SIZE) - len(seq.block_ids)
         self.lease.take(seq, min(count, need))
+        self.broken.difference_update(seq.block_ids[held:])
         full = min(len(seq.block_ids), seq.num_tokens // BLOCK_SIZE)
         for index in range(seq.num_committed_blocks, full):
             self.lease.commit(seq, index, seq.token_ids)
@@ -114,6 +119,22 @@ class BooksMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self._free_to_run()))
         self.lease.release(seq)
         self.sequences.remove(seq)
+
+    @precondition(lambda self: any(seq.num_committed_blocks for seq in self._free_to_run()))
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """Its logits are not finite: what it holds is broken, and hit by nobody any more."""
+        holders = [seq for seq in self._free_to_run() if seq.num_committed_blocks]
+        seq = data.draw(st.sampled_from(holders))
+        self.broken.update(seq.block_ids[: seq.num_committed_blocks])
+        for number, opened in list(self.lease.lookups.items()):
+            if opened.seq.hashes[0] == seq.hashes[0]:
+                self.lease.give_up_lookup(number)
+        self.lease.forget(seq.hashes[0])
+        self.forgotten.add(seq.hashes[0])
+        self.lease.release(seq)
+        self.sequences.remove(seq)
+        self.settle()
 
     @precondition(lambda self: bool(self.lease.lookups))
     @rule(data=st.data())
@@ -139,7 +160,7 @@ class BooksMachine(RuleBasedStateMachine):
         for number in list(self.lease.lookups):
             self.lease.give_up_lookup(number)
         holders = [(seq, seq.token_ids) for seq in self.sequences if seq.block_ids]
-        self._send_all(self.lease.snapshot(holders))
+        self._send_all(self.lease.snapshot(holders, self.forgotten.hashes))
 
     # ---- the wire
 
@@ -187,6 +208,7 @@ class BooksMachine(RuleBasedStateMachine):
         seq = self.lease.close_lookup(reply.number, unpack(reply.block_ids))
         if seq is not None:
             assert len(seq.block_ids) * BLOCK_SIZE < seq.num_tokens
+            assert self.broken.isdisjoint(seq.block_ids), "a hit of what was forgotten"
 
     # ---- what must hold
 

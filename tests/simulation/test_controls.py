@@ -28,6 +28,7 @@ from kv_store.content import Entry, WriteBack
 from kv_store.host_tier import HostTier
 from kv_store.ledger import Ledger
 from scheduler_svc.batch import Batch
+from scheduler_svc.ledger_talk import LedgerTalk
 from scheduler_svc.planning import Planner, Step
 from scheduler_svc.sequence import SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
@@ -324,8 +325,22 @@ def test_blocks_with_logits_that_are_not_finite_are_committed(
         "_commit",
         lambda step, lanes, lease, failed: honest(step, lanes, lease, set()),
     )
+    # Or they would be forgotten at once.
+    monkeypatch.setattr(BlockPool, "forget", lambda self, hashes: None)
     in_a_crowd(monkeypatch, nan=0.5, faults=FaultOptions())
     assert "got [" in failure()
+
+
+def test_the_ledger_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MEMORY", 1.0)
+    monkeypatch.setattr(BlockPool, "forget", lambda self, hashes: None)
+    assert "I17 forgotten" in failure()
+
+
+def test_those_that_wait_keep_what_may_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MEMORY", 1.0)
+    monkeypatch.setattr(LedgerTalk, "_let_go", lambda self, first: None)
+    assert "I17 forgotten" in failure()
 
 
 def test_an_acknowledgement_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def totals(all_histories: list[History]) -> Counter[str]:
         total["requests"] += report.requests
         total["copied out"] += report.copies_out
         total["copied in"] += report.copies_in
+        total["forgotten"] += report.forgotten
         total["checked"] += report.checked
     return total
 
@@ -74,6 +75,8 @@ def totals(all_histories: list[History]) -> Counter[str]:
         ("lane left and taken in one plan", 50),
         ("copied out", 500),
         ("copied in", 100),
+        ("block spoilt", 20),
+        ("forgotten", 200),
         ("poll reply result", 5),
         ("poll reply unknown", 5),
         ("stale or repeated plan", 10),

@@ -101,6 +101,7 @@ class Peer:
         released: list[int] | None = None,
         abandoned: list[int] | None = None,
         copied: list[int] | None = None,
+        forget: bytes = b"",
         number: int = 0,
     ) -> None:
         self.deltas = number or self.deltas + 1
@@ -114,6 +115,7 @@ class Peer:
                 pack(released or []),
                 pack(abandoned or []),
                 pack(copied or []),
+                forget,
             ),
             0,
         )
