@@ -5,11 +5,12 @@ PYTEST := $(BIN)/python -m pytest -q
 # Two files at a time; whatever fills both cores by itself runs alone.
 TWO := -n 2 --dist loadfile
 SEED ?= 0
+PYTHON ?= python3
 STEPS ?= 1000000
 FROM ?= 1001
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sim sim-long chaos clean
+.PHONY: help setup demo check test gpu sim sim-long chaos clean
 
 # $(call part,NAME,PATHS,BUDGET): one pytest run, then what it took of its budget in seconds.
 define part
@@ -38,7 +39,10 @@ test: check  ## everything: check, then all tests
 	$(call part,simulation,tests/simulation,120)
 	$(call part,processes,$(TWO) -m "not model" tests/process,150)
 	$(call part,processes with a model,-m model tests/process,150)
-	$(call part,kernels and models,tests/kernels tests/models,120)
+	$(call part,kernels and models,tests/kernels tests/models tests/gpu,120)
+
+gpu:  ## what only a GPU can show, in six minutes, as gpu.json: make gpu PYTHON=python3 (torch, triton, numpy, safetensors)
+	@$(PYTHON) tests/gpu/check_gpu.py --out gpu.json
 
 sim: setup  ## replay one history of the simulator: make sim SEED=42
 	@$(BIN)/streetcar sim faults --seed $(SEED)

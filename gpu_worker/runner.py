@@ -36,8 +36,10 @@ from services.models.source import open_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-QUANTIZATIONS = ("none", "int8")
-"""int8: linears multiply bytes by bytes, with a scale for each row and for each output feature."""
+QUANTIZATIONS = ("none", "int8", "fp8")
+"""int8, on the CPU, and fp8, on a GPU: linears multiply bytes by bytes, with a scale for each row
+and for each output feature.
+"""
 
 KV_CACHE_DTYPES = {"auto": None, "int8": INT8_CACHE, "fp8": FP8_CACHE}
 """auto: that of the model; the others: bytes with a scale for each head of each token."""
@@ -155,15 +157,14 @@ class ModelRunner:
         _check_choice("operations", operations, OPERATIONS)
         on_gpu = self.device.type == "cuda"
         uses_triton = operations == "triton" or (operations == "auto" and on_gpu)
-        if uses_triton and quantization == "int8":
-            raise ValueError("quantization int8 is for the CPU")
+        _check_quantization(quantization, uses_triton, batch_invariant)
         kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or self.dtype
         progress(0.0, "preparing native kernels")
         wants_native = native if operations == "auto" and not on_gpu else "off"
         self._native, self.notices = _load_native(wants_native, native_cache)
         table: Operations
         if uses_triton:
-            table = TritonOperations(batch_invariant)
+            table = TritonOperations(quantization, batch_invariant)
         else:
             table = HostOperations(self._native, quantization, batch_invariant)
         with torch.inference_mode():
@@ -239,14 +240,27 @@ class ModelRunner:
         self._host.copy_in(torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks))
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode that write nothing, so that no request pays for first calls,
-        and capture the decode steps where the device has graphs.
+        """Run a prompt and a decode that write nothing, so that no request pays for first calls;
+        then capture.
         """
         with torch.inference_mode():
             self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
+        self.capture()
+
+    def capture(self) -> None:
+        """Capture steps in which all decode, where the device has graphs; until then, and where it
+        has none, they run operation by operation.
+        """
         self._steps.capture(blank_decodes)
+
+
+def _check_quantization(quantization: str, uses_triton: bool, batch_invariant: bool) -> None:
+    if uses_triton and quantization == "int8":
+        raise ValueError("quantization int8 is for the CPU; a GPU has fp8")
+    if batch_invariant and quantization == "fp8":
+        raise ValueError("batch_invariant is not possible with fp8: its products are the library's")
 
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from kernels.decoder import Caches, Matrix
 from kernels.greedy import greedy_tokens
 from kernels.kv_bytes import is_byte_cache
 from kernels.linear import make_linear
+from kernels.linear_fp8 import Fp8Linear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
 from kernels.quantise import QuantisedRows
@@ -129,7 +130,7 @@ class HostOperations:
     """Native C where the library is given and takes the tensors, else the torch reference, which
     runs on any device.
 
-    quantization: "none", or "int8": products in 8 bits
+    quantization: "none"; "int8": products in 8 bits; "fp8": their reference, in floats
     invariant:    see ``make_linear``
     """
 
@@ -148,6 +149,8 @@ class HostOperations:
     def linear(self, weight: torch.Tensor) -> Matrix:
         if self._quantization == "int8":
             return Int8Linear(weight, self._native)
+        if self._quantization == "fp8":
+            return Fp8Linear(weight)
         return make_linear(weight, self._native, self._invariant)
 
     def rms_norm(
@@ -220,6 +223,7 @@ class TritonOperations:
     """Triton kernels and torch's products. Nothing is read back from the device, so that a step can
     be captured.
 
+    quantization: "none", or "fp8"
     invariant: products with fixed tiles in place of torch's, and one attention kernel for every
                row, so that a token computed again in a chunk gives what it gave as a decode; all
                else is invariant by itself
@@ -227,10 +231,12 @@ class TritonOperations:
 
     can_capture = True
 
-    def __init__(self, invariant: bool = False) -> None:
+    def __init__(self, quantization: str = "none", invariant: bool = False) -> None:
         # Imported here: triton is there only where a GPU is, or the tests are.
-        from kernels.gpu import linear, rms_norm, rope_write_kv, sampling, silu_mul
+        from kernels.gpu import linear, quantise_fp8, rms_norm, rope_write_kv, sampling, silu_mul
 
+        self._is_fp8 = quantization == "fp8"
+        self._quantise = quantise_fp8.quantise_rows_triton
         self._invariant = invariant
         self._fixed = linear.TritonLinear if invariant else None
         self._norm = rms_norm.rms_norm_triton
@@ -239,6 +245,9 @@ class TritonOperations:
         self._silu = silu_mul.silu_mul_triton
 
     def linear(self, weight: torch.Tensor) -> Matrix:
+        if self._is_fp8:
+            matrix = Fp8Linear(weight)
+            return lambda x: matrix(self._quantise(x))
         return make_linear(weight) if self._fixed is None else self._fixed(weight)
 
     def rms_norm(

@@ -82,7 +82,7 @@ class Settings:
     )
     dtype: str = _knob("auto", "type of the weights", choices=("auto", "float32", "bfloat16"))
     quantization: str = _knob(
-        "none", "of the linears: int8 weights and activations", choices=("none", "int8")
+        "none", "8-bit linears: int8 on the CPU, fp8 on a GPU", choices=("none", "int8", "fp8")
     )
     kv_cache_dtype: str = _knob(
         "auto", "of the KV cache: int8, fp8, or auto: the model's", choices=("auto", "int8", "fp8")

@@ -148,6 +148,17 @@ def test_batch_invariant_is_refused_where_it_cannot_be_kept(tiny_directory: Path
         load(tiny_directory, dtype="bfloat16", batch_invariant=True, native="baseline")
 
 
+def test_fp8_weights_stay_close_and_have_their_limits(tiny_directory: Path) -> None:
+    tokens = list(range(3, 40))
+    exact = perplexity(load(tiny_directory), tokens, 64)
+    found = perplexity(load(tiny_directory, quantization="fp8"), tokens, 64)
+    assert found == pytest.approx(exact, rel=0.05) and found != exact
+    with pytest.raises(ValueError, match="not possible with fp8"):
+        load(tiny_directory, quantization="fp8", batch_invariant=True)
+    with pytest.raises(ValueError, match="a GPU has fp8"):
+        load(tiny_directory, quantization="int8", operations="triton")
+
+
 def test_int8_refuses_sizes_it_does_not_take(tiny_directory: Path) -> None:
     with pytest.raises(ValueError, match="int8 does not take products over"):
         load(tiny_directory, quantization="int8")
