@@ -52,7 +52,7 @@ from services.runtime.bus import (
     RequestTimeout,
 )
 from services.runtime.failpoints import failpoint
-from services.runtime.log import get_logger, report_progress, report_ready
+from services.runtime.log import get_logger, report_leaving, report_progress, report_ready
 from services.runtime.service import (
     Stopping,
     connect,
@@ -445,6 +445,8 @@ async def serve(settings: Settings, stopping: Stopping) -> None:
         await bus.flush()
         report_ready(id=me, model=text.name)
         await stopping.wait()
+        if not stopping.for_good:
+            report_leaving()
         await service.drain(for_good=stopping.for_good)
 
     try:

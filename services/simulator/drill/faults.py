@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.runtime import failpoints
-from services.runtime.cluster import GATEWAY, Cluster
+from services.runtime.cluster import BESIDE, Cluster
 from services.runtime.failpoints import Action
 from services.simulator.drill.checker import Outcome
 from services.simulator.drill.schedule import PROVOKED_BY, Fault, Kind
@@ -92,8 +92,8 @@ class Injector:
         return await self._death(fault, began_s, pid, ending)
 
     async def _terminate(self, fault: Fault) -> Outcome:
-        """SIGTERM. A gateway ends only when its streams have: its successor is there before."""
-        if fault.service != GATEWAY:
+        """SIGTERM. Some end what they have begun, while their successor is there already."""
+        if fault.service.split("-")[0] not in BESIDE:
             return await self._signal(fault, signal.SIGTERM, "exited with 0")
         pid, began_s = self._cluster.pids[fault.service], time.monotonic()
         os.kill(pid, signal.SIGTERM)
