@@ -16,7 +16,7 @@ import numpy as np
 from services.contracts.errors import ErrorCode
 from services.contracts.limits import FINISHED_LOG_ENTRIES, FINISHED_LOG_SECONDS
 from services.contracts.public import FinishReason
-from services.contracts.sequences import SubmitSequence
+from services.contracts.sequences import SubmitSequence, split_logprobs
 from services.contracts.vectors import INT32_LE, unpack
 
 from .sequence import Sequence, SequenceStatus
@@ -53,8 +53,10 @@ class Roster:
         return logged[1] if logged is not None else None
 
     def admit(self, message: SubmitSequence, now_ns: int) -> Sequence:
-        """A new sequence, waiting."""
+        """A new sequence, waiting. Raises WireError where its columns are none."""
         prompt, accepted = unpack(message.prompt), unpack(message.accepted)
+        known = message.accepted_logprobs
+        logprobs = [] if known is None else split_logprobs(known)[: len(accepted)]
         total = len(prompt) + message.max_tokens
         token_ids = np.zeros(total, dtype=INT32_LE)
         token_ids[: len(prompt)] = prompt
@@ -77,6 +79,7 @@ class Roster:
             arrival_ns=now_ns,
             envelope=message.envelope,
             traceparent=message.traceparent,
+            logprobs=list(enumerate(logprobs)),
         )
         self._next_uid += 1
         self._live[seq.seq_id] = seq

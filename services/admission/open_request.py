@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from services.contracts.errors import ErrorCode
-from services.contracts.limits import MAX_FRAME_TOKENS
+from services.contracts.limits import MAX_FRAME_TOKENS, MAX_RESENT_LOGPROB_BYTES
 from services.contracts.public import (
     Encoding,
     ErrorBody,
@@ -28,7 +28,12 @@ from services.contracts.public import (
     Usage,
 )
 from services.contracts.sampling import SamplingParams
-from services.contracts.sequences import Logprobs, SequenceFinished, SubmitSequence
+from services.contracts.sequences import (
+    Logprobs,
+    SequenceFinished,
+    SubmitSequence,
+    join_logprobs,
+)
 from services.contracts.vectors import pack, unpack
 
 from .detokenizer import Detokenizer
@@ -36,9 +41,16 @@ from .stop import StopMatcher
 
 LISTENING: Final = -1
 
-# What a kept request costs, roughly: a token in a list, and its log-probability with one more.
+# What a kept request costs, roughly: a token in a list; of a prompt's token each log-probability, of
+# the others three buffers beside what is in them.
 _TOKEN_BYTES: Final = 40
 _LOGPROB_BYTES: Final = 300
+_RAW_BYTES: Final = 250
+
+LOGPROBS_LOST: Final = (
+    "the log-probabilities of its first tokens were lost with a scheduler and an admission that "
+    "died one after the other; send the request again under another request_id"
+)
 
 
 class Vocabulary(Protocol):
@@ -104,7 +116,7 @@ class OpenRequest:
     finished: SequenceFinished | None = None
     _detokenizer: Detokenizer = field(init=False)
     _stop: StopMatcher = field(init=False)
-    _logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    _logprobs: dict[int, Logprobs] = field(default_factory=dict)
     _prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     _text: list[str] = field(default_factory=list)
     _stop_ids: frozenset[int] = field(init=False)
@@ -132,6 +144,7 @@ class OpenRequest:
             tag=self.tag,
             prompt=pack(ticket.prompt_token_ids),
             accepted=pack(self.token_ids),
+            accepted_logprobs=self._known_logprobs(),
             max_tokens=ticket.max_tokens,
             sampling=ticket.sampling,
             stop_token_ids=pack(ticket.stop_token_ids),
@@ -157,7 +170,7 @@ class OpenRequest:
     def accept_logprobs(self, offset: int, logprobs: Logprobs) -> None:
         # After a gap the token itself may be missing; the resubmission brings both.
         if offset < len(self.token_ids):
-            self._logprobs.setdefault(offset, self._entry(self.token_ids[offset], logprobs, 0))
+            self._logprobs.setdefault(offset, logprobs)
 
     def accept_prompt_logprobs(self, first: int, logprobs: Logprobs) -> None:
         for index in range(len(logprobs.chosen) // 4):
@@ -183,7 +196,7 @@ class OpenRequest:
             end = self.num_shown + MAX_FRAME_TOKENS
         matched = self._take(end)
         if self._lacks_logprobs():
-            return self.error_frame(ErrorCode.INTERNAL, "log-probabilities were lost")
+            return self.error_frame(ErrorCode.LOGPROBS_LOST, LOGPROBS_LOST)
         if matched:
             return self._frame(FinishReason.STOP)
         finished = self.finished
@@ -237,10 +250,13 @@ class OpenRequest:
     @property
     def num_bytes(self) -> int:
         """What keeping it costs in memory, roughly."""
-        width = 2 + max(0, self.ticket.sampling.num_logprobs)
-        num_logprobs = (len(self._logprobs) + len(self._prompt_logprobs)) * width
         num_tokens = len(self.ticket.prompt_token_ids) + len(self.token_ids)
-        return _TOKEN_BYTES * num_tokens + _LOGPROB_BYTES * num_logprobs
+        width = 2 + max(0, self.ticket.sampling.num_prompt_logprobs)
+        return (
+            _TOKEN_BYTES * num_tokens
+            + sum(_RAW_BYTES + entry.num_bytes for entry in self._logprobs.values())
+            + _LOGPROB_BYTES * width * len(self._prompt_logprobs)
+        )
 
     def _take(self, end: int) -> bool:
         """Turn the tokens before `end` into text -> True where a stop string has matched."""
@@ -291,7 +307,15 @@ class OpenRequest:
     def _entries(self, start: int, end: int) -> list[TokenLogprob] | None:
         if self.ticket.sampling.num_logprobs < 0:
             return None
-        return [self._logprobs[at] for at in range(start, end)]
+        return [self._entry(self.token_ids[at], self._logprobs[at], 0) for at in range(start, end)]
+
+    def _known_logprobs(self) -> Logprobs | None:
+        """Of the first tokens, as far as they are here and not too many to send once more."""
+        entries: list[Logprobs] = []
+        while (entry := self._logprobs.get(len(entries))) is not None:
+            entries.append(entry)
+        is_small = sum(entry.num_bytes for entry in entries) <= MAX_RESENT_LOGPROB_BYTES
+        return join_logprobs(entries) if entries and is_small else None
 
     def _usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = len(self.ticket.prompt_token_ids)

@@ -22,6 +22,7 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     SLOW_CLIENT = "slow_client"
     LOG_OVERFLOW = "log_overflow"
+    LOGPROBS_LOST = "logprobs_lost"
     NUMERICS = "numerics"
     POISONED = "poisoned"
     INTERNAL = "internal"
@@ -50,6 +51,7 @@ ERRORS: dict[ErrorCode, ErrorKind] = {
     ErrorCode.DEADLINE_EXCEEDED: ErrorKind(504, True),
     ErrorCode.SLOW_CLIENT: ErrorKind(499, False),
     ErrorCode.LOG_OVERFLOW: ErrorKind(500, True),
+    ErrorCode.LOGPROBS_LOST: ErrorKind(500, True),
     ErrorCode.NUMERICS: ErrorKind(500, False),
     ErrorCode.POISONED: ErrorKind(500, False),
     ErrorCode.INTERNAL: ErrorKind(500, True),

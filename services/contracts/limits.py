@@ -66,6 +66,8 @@ MAX_ENDED_BYTES: Final = 64 * 1024 * 1024
 UNHEARD_SECONDS: Final = 5
 # An engine that was heard so lately is waited for, as long.
 ENGINE_ABSENCE_SECONDS: Final = 10
+# Log-probabilities that a submission repeats: of 24,000 tokens with 10 alternatives each.
+MAX_RESENT_LOGPROB_BYTES: Final = 2 * 1024 * 1024
 # What an engine has begun waits longer, as a worker may have a large model to load again; then it
 # goes to another engine, or ends with `no_worker`.
 ENGINE_LOST_SECONDS: Final = 60

@@ -8,13 +8,14 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from . import limits
 from .codec import Message
-from .errors import ErrorCode
+from .errors import ErrorCode, WireError
 from .ids import Id
 from .public import FinishReason
 from .sampling import SamplingParams
@@ -25,12 +26,54 @@ _Text = Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
 Float32s = Annotated[bytes, Meta(max_length=4 * limits.MAX_PROMPT_TOKENS)]
 
 
+class Logprobs(Message, frozen=True):
+    """Of consecutive tokens: `chosen` float32 [n]; `top_ids` int32 and `top_values` float32 [n *
+    k].
+    """
+
+    chosen: Float32s
+    top_ids: Vector = EMPTY
+    top_values: Float32s = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.chosen) + len(self.top_ids) + len(self.top_values)
+
+
+def join_logprobs(entries: Sequence[Logprobs]) -> Logprobs:
+    """Of tokens that follow each other."""
+    return Logprobs(
+        b"".join([entry.chosen for entry in entries]),
+        b"".join([entry.top_ids for entry in entries]),
+        b"".join([entry.top_values for entry in entries]),
+    )
+
+
+def split_logprobs(logprobs: Logprobs) -> list[Logprobs]:
+    """One for each token. Raises WireError where the lengths do not agree."""
+    count = len(logprobs.chosen) // 4
+    width = len(logprobs.top_ids) // max(count, 1)
+    parts = (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
+    if tuple(map(len, parts)) != (4 * count, width * count, width * count) or width % 4:
+        raise WireError("log-probabilities whose columns differ in length")
+    return [
+        Logprobs(
+            logprobs.chosen[4 * at : 4 * at + 4],
+            logprobs.top_ids[width * at : width * (at + 1)],
+            logprobs.top_values[width * at : width * (at + 1)],
+        )
+        for at in range(count)
+    ]
+
+
 class SubmitSequence(Message, frozen=True, tag="submit", kw_only=True):
     """admission -> scheduler, acknowledged by SubmitReply.
 
     tag: the admission's own small number for the sequence, echoed in its updates.
     prompt, accepted: int32 vectors; `accepted` holds the output tokens that the admission already
     has.
+    accepted_logprobs: of the first of them, where the client asked for some, so that they outlive a
+    scheduler and then this admission; nothing where they make more than MAX_RESENT_LOGPROB_BYTES.
     max_tokens: output tokens in all, `accepted` included. stop_token_ids: sorted, end-of-sequence
     included.
     salt: root of the sequence's prefix-cache namespace. deadline_ms: left, or 0 for none.
@@ -42,6 +85,7 @@ class SubmitSequence(Message, frozen=True, tag="submit", kw_only=True):
     tag: _Tag
     prompt: Vector
     accepted: Vector = EMPTY
+    accepted_logprobs: Logprobs | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_OUTPUT_TOKENS)]
     sampling: SamplingParams
     stop_token_ids: Vector = EMPTY
@@ -87,16 +131,6 @@ class AbortSequences(Message, frozen=True, tag="abort"):
 
 class AbortReply(Message, frozen=True, tag="abort_reply"):
     epoch: int
-
-
-class Logprobs(Message, frozen=True):
-    """Of consecutive tokens: `chosen` float32 [n]; `top_ids` int32 and `top_values` float32 [n *
-    k].
-    """
-
-    chosen: Float32s
-    top_ids: Vector = EMPTY
-    top_values: Float32s = b""
 
 
 class SequenceLogprobs(Message, frozen=True):

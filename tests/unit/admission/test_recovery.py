@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler_svc.events import OfferAdoption, SendUpdates, Submitted
+from services.admission import open_request
 from services.admission.adoption import envelope_of, ticket_of
-from services.admission.core import DOUBT_AFTER_NS, REPAIR_NS, SUBMIT_RETRY_NS, UNHEARD_NS
+from services.admission.core import (
+    DOUBT_AFTER_NS,
+    REPAIR_NS,
+    SUBMIT_RETRY_NS,
+    UNHEARD_NS,
+    AdmissionCore,
+)
 from services.admission.ended import EndedRequests
 from services.admission.events import (
     BeatSent,
@@ -17,6 +25,7 @@ from services.admission.events import (
     Unheard,
 )
 from services.admission.open_request import OpenRequest, Ticket
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.envelope import Envelope, seal
 from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.limits import ENDED_SECONDS, MAX_ENDED, MAX_ENDED_BYTES, MAX_ENVELOPE_BYTES
@@ -25,6 +34,7 @@ from services.contracts.sampling import SamplingParams
 from services.contracts.sequences import AdoptSequences, SubmitReply, SubmitSequence
 from services.contracts.vectors import unpack
 from tests.unit.admission.streams import ENGINE, SECOND, Desk, Words, ticket
+from tests.unit.scheduler_svc.rig import Rig
 
 LENGTH = FinishReason.LENGTH
 
@@ -144,6 +154,57 @@ def test_an_adopted_request_outlives_its_scheduler() -> None:
 
 
 # ---- whose is it
+
+
+def scored_desk() -> tuple[Desk, SubmitSequence]:
+    """An admission with three tokens and their log-probabilities, whose scheduler is another one
+    since -> what it has submitted there.
+    """
+    desk = Desk()
+    tag = desk.open(sampling=SamplingParams(num_logprobs=0))
+    desk.updates(tag, 0, [4, 5, 6], scored=True)
+    desk.epoch += 1
+    desk.beat()
+    return desk, desk.submits[-1].message
+
+
+def adopter_of(rig: Rig) -> Desk:
+    """Another admission that has taken the one sequence that is on offer, and heard all of it."""
+    desk = Desk(engine=False)
+    desk.core = AdmissionCore("admission-9", {"words": Words()}, 10)
+    desk.beat()
+    rig.handle(Beat(ServiceKind.ADMISSION, "admission-0", leaving=True))
+    desk.handle(rig.last(OfferAdoption).message)
+    sent = rig.handle(Submitted(desk.submits[-1].message, "inbox"))
+    for effect in sent:
+        if isinstance(effect, SendUpdates) and effect.admission_id == "admission-9":
+            desk.handle(effect.updates)
+    desk.flush()
+    return desk
+
+
+def test_log_probabilities_outlive_a_scheduler_and_then_an_admission() -> None:
+    first, submission = scored_desk()
+    rig = Rig()
+    rig.handle(Submitted(submission, "inbox"))
+    second = adopter_of(rig)
+    ((_, before),) = first.frames
+    ((_, after),) = second.frames
+    assert after.token_ids == before.token_ids == [4, 5, 6]
+    assert after.logprobs == before.logprobs and len(after.logprobs or []) == 3
+
+
+def test_log_probabilities_that_are_too_many_to_be_sent_again_are_named_where_they_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_request, "MAX_RESENT_LOGPROB_BYTES", 11)
+    _, submission = scored_desk()
+    assert submission.accepted_logprobs is None
+    rig = Rig()
+    rig.handle(Submitted(submission, "inbox"))
+    (end,) = adopter_of(rig).ends()
+    assert end.error is not None and end.error.code is ErrorCode.LOGPROBS_LOST
+    assert "send the request again" in end.error.message
 
 
 def test_a_retry_of_what_another_has_ends_in_silence() -> None:

@@ -10,6 +10,7 @@ from services.contracts.errors import WireError
 from services.contracts.kv import KvDelta, KvSnapshot, LeaseRequest, LookupRequest
 from services.contracts.limits import MAX_BLOCKS, MAX_LANES
 from services.contracts.sampling import SamplingParams, uint64
+from services.contracts.sequences import Logprobs, join_logprobs, split_logprobs
 from services.contracts.step import Attached, LaneJoin, Poll, StepPlan
 from services.contracts.vectors import pack
 
@@ -120,3 +121,21 @@ def test_vectors_cross_as_bytes() -> None:
 
 def test_an_idle_beat_is_small() -> None:
     assert len(encode(Beat(ServiceKind.GATEWAY, "gateway-0"))) < 64
+
+
+def test_logprobs_are_joined_and_split() -> None:
+    singles = [
+        Logprobs(b"aaaa", b"11112222", b"AAAABBBB"),
+        Logprobs(b"bbbb", b"33334444", b"CCCCDDDD"),
+    ]
+    assert split_logprobs(join_logprobs(singles)) == singles
+    assert split_logprobs(Logprobs(b"aaaabbbb")) == [Logprobs(b"aaaa"), Logprobs(b"bbbb")]
+    assert split_logprobs(Logprobs(b"")) == []
+
+
+@pytest.mark.parametrize(
+    "columns", [(b"aaa",), (b"aaaa", b"11"), (b"aaaa", b"1111", b""), (b"", b"1111")]
+)
+def test_logprobs_whose_columns_differ_are_none(columns: tuple[bytes, ...]) -> None:
+    with pytest.raises(WireError, match="columns"):
+        split_logprobs(Logprobs(*columns))
