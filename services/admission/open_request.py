@@ -41,7 +41,7 @@ from .stop import StopMatcher
 
 LISTENING: Final = -1
 
-# What a kept request costs, roughly: a token in a list; of a prompt's token each log-probability, of
+# What a kept request costs, roughly: a token in a list; each log-probability of a prompt token; of
 # the others three buffers beside what is in them.
 _TOKEN_BYTES: Final = 40
 _LOGPROB_BYTES: Final = 300
