@@ -48,6 +48,7 @@ from .events import (
     Effect,
     Event,
     Flush,
+    GivenAway,
     ResumeAsked,
     SendFrame,
     Submit,
@@ -308,11 +309,15 @@ class AdmissionCore:
         A new request that is refused so at once has the id of another one that runs.
         """
         if is_same or request.ticket.retry or request.num_submissions > 1:
-            self.table.remove(request)
+            self._give_away(request)
             return
         text = f"request_id {request.request_id} is in use by a running request"
         frame = request.error_frame(ErrorCode.DUPLICATE_REQUEST, text)
         self._end(request, frame, abort=False)
+
+    def _give_away(self, request: OpenRequest) -> None:
+        self.table.remove(request)
+        self._effects.append(GivenAway(request.request_id))
 
     def _on_cancel(self, cancel: CancelAsked, now_ns: int) -> None:
         request = self.requests.get(cancel.request_id)
@@ -451,7 +456,7 @@ class AdmissionCore:
                 news[request.request_id] = request
         for tag in unpack(updates.moved).tolist() if updates.moved else ():
             if (request := by_tag.get(tag)) is not None:
-                self.table.remove(request)
+                self._give_away(request)
 
     def _show(self, most: int | None) -> None:
         """A frame for requests with news; acknowledgements and aborts, batched."""

@@ -111,4 +111,11 @@ class Cancelled:
     reply: str
 
 
-Effect: TypeAlias = SendFrame | Submit | Abort | Cancelled
+@dataclass(frozen=True, slots=True)
+class GivenAway:
+    """Another admission has the request, which is forgotten here without a frame."""
+
+    request_id: str
+
+
+Effect: TypeAlias = SendFrame | Submit | Abort | Cancelled | GivenAway

@@ -28,7 +28,7 @@ from .events import SendFrame, Submit
 from .open_request import Ticket
 
 SPAN_NAME: Final = "process generate"
-# One that leaves without a frame (another admission has it) is forgotten when so many others came.
+# More than are ever open at once: each leaves with its last frame, or when it is given away.
 MAX_FOLLOWED: Final = 32_768
 
 
@@ -147,6 +147,18 @@ class RequestSpans:
             return None
         del self._followed[frame.request_id]
         return self._ended(effect, request, now_ns)
+
+    def given_away(self, request_id: str, now_ns: int) -> None:
+        """Another admission has it, whose spans go on."""
+        request = self._followed.pop(request_id, None)
+        if request is not None:
+            self._turn(request_id, request, request.phase, now_ns)
+            facts: dict[str, Attribute] = {"streetcar.given_away": 1}
+            self._add(request_id, request.arrival, now_ns, facts, "")
+
+    @property
+    def num_open(self) -> int:
+        return len(self._followed)
 
     # ---- parts
 

@@ -74,6 +74,7 @@ from .events import (
     Effect,
     Event,
     Flush,
+    GivenAway,
     ResumeAsked,
     SendFrame,
     Submit,
@@ -277,6 +278,8 @@ class AdmissionService:
                 self._spawn(self._submit(effect))
             case Abort():
                 self._spawn(self._abort(effect))
+            case GivenAway():
+                self._spans.given_away(effect.request_id, time.monotonic_ns())
             case Cancelled():
                 if effect.reply:
                     answer = msgspec.json.encode({"request_id": effect.request_id})

@@ -3,7 +3,7 @@ for each invariant, by the numbers of the list that the project keeps.
 
     I1 ends once · I2 nothing uninvited · I3 stream · I4 answer · I5 blocks · I6 one view
     I7 epochs · I8 tenants · I9 usage · I10 cancel · I11, I13 idle · I12 progress · I15 errors
-    I16 steps · I17 forgotten
+    I16 steps here, spans in `trace_checks.py` · I17 forgotten
 
 They see what goes over the wire, what the worker is about to run, and the containers of the cores.
 
@@ -18,6 +18,7 @@ from typing import Any, Final
 from services.contracts.errors import ERRORS, ErrorCode
 from services.contracts.limits import ENGINE_ABSENCE_SECONDS
 from services.contracts.public import FinishReason, Frame
+from services.contracts.spans import TimedSpan
 from services.contracts.step import StepEvent, StepPlan, StepResult
 from services.contracts.vectors import unpack
 
@@ -65,6 +66,9 @@ class Check:
 
     def step_event(self, node: Any, event: StepEvent) -> None:
         """Scheduler `node` reports a step."""
+
+    def span(self, node: Any, span: TimedSpan) -> None:
+        """`node` has closed a span."""
 
     def cancelled(self, request_id: str) -> None:
         """An admission says that it has cancelled the request."""
@@ -392,8 +396,7 @@ class Idle(Check):
         self.require(not alive, f"sequences live on after their requests: {alive}")
         self.require(not len(core.waiting), "a sequence waits after its request has ended")
         for node in self.world.running():
-            root = node.executor if node.role == "worker" else node.core
-            over = excess(node.role, census(root), self.world.options)
+            over = excess(node.role, census(node.state), self.world.options)
             self.require(not over, f"{node.name} keeps {over}")
 
 

@@ -6,6 +6,7 @@ Shell of the simulation; no clock, no socket.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, ClassVar, Final
 
@@ -18,13 +19,8 @@ from kv_store.core import Reply as KvReply
 from scheduler_svc import events as sched
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from scheduler_svc.worker_link import Superseded
-from services.admission import core as adm
-from services.admission import events as adm_events
-from services.admission.open_request import Ticket
-from services.admission.validation import ModelLimits, check, decode, prepare
 from services.contracts import codec
 from services.contracts.beats import Beat, ServiceKind, WorkerLoad
-from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.kv import (
     KvDelta,
     KvSnapshot,
@@ -34,23 +30,12 @@ from services.contracts.kv import (
     LookupRequest,
 )
 from services.contracts.limits import BEAT_PERIOD_MS
-from services.contracts.public import (
-    Encoding,
-    ErrorBody,
-    FinishReason,
-    Frame,
-    GenerateRequest,
-    encode_frame,
-    encoding_of,
-)
 from services.contracts.sequences import (
-    AbortReply,
     AbortSequences,
-    AdoptSequences,
-    SequenceUpdates,
     SubmitReply,
     SubmitSequence,
 )
+from services.contracts.spans import TimedSpan
 from services.contracts.step import (
     Attach,
     Attached,
@@ -75,22 +60,12 @@ MODEL: Final = "shadow"
 SECOND_NS: Final = 1_000_000_000
 BEAT_NS: Final = BEAT_PERIOD_MS * 1_000_000
 # As in the services' shells.
-SUBMIT_TIMEOUT_NS: Final = SECOND_NS
-ABORT_TIMEOUT_NS: Final = SECOND_NS
-ABORT_TRIES: Final = 5
 ATTACH_TIMEOUT_NS: Final = 2 * SECOND_NS
 POLL_TIMEOUT_NS: Final = SECOND_NS
 LEDGER_TIMEOUT_NS: Final = SECOND_NS
-MAX_OPEN_REQUESTS: Final = 1000
-FIRST_BEAT_NS: Final = SECOND_NS
-EARLY_LOOK_NS: Final = 100_000_000
 
 _submit = codec.Decoder(SubmitSequence)
-_submit_reply = codec.Decoder(SubmitReply)
 _abort = codec.Decoder(AbortSequences)
-_abort_reply = codec.Decoder(AbortReply)
-_updates = codec.Decoder(SequenceUpdates)
-_offer = codec.Decoder(AdoptSequences)
 _plan = codec.Decoder(StepPlan)
 _result = codec.Decoder(StepResult)
 _attach = codec.Decoder(Attach)
@@ -105,8 +80,8 @@ _to_ledger: codec.Decoder[LookupRequest | LeaseRequest | KvDelta | KvSnapshot] =
 _beat = codec.Decoder(Beat)
 
 
-class Node(Process):
-    """One run of a service: its core, its timer, and what to do with its effects."""
+class Node(Process, ABC):
+    """One run of a service on the bus."""
 
     role: ClassVar[str]
     # Its place in the mesh, which a restarted run and a replacement have too.
@@ -117,16 +92,54 @@ class Node(Process):
         self.world = world
         self.bus: Bus = world.bus
         self.options: Options = world.options
-        self.core: Any = None
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Subscribe and beat."""
+
+    @abstractmethod
+    def beat(self) -> Beat: ...
+
+    @property
+    @abstractmethod
+    def state(self) -> Any:
+        """What it knows, for the census and the checks."""
+
+    def publish(
+        self, subject: str, kind: str, message: codec.Message, *reached: Phase, channel: str = ""
+    ) -> None:
+        envelope = Envelope(kind, codec.encode(message), reached, channel)
+        self.bus.publish(self, subject, envelope)
+
+    def beat_forever(self, kind: str) -> None:
+        self.every(BEAT_NS, lambda: self.publish(f"beat.{kind}", "beat", self.beat()))
+
+
+class CoreNode(Node):
+    """One with a core: events in, effects out, and a timer for it, as the actor loop has them."""
+
+    core: Any
+
+    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
+        super().__init__(world, name, host, skew)
         self._armed_ns = 0
         self._is_armed = False
 
-    def begin(self) -> None:
-        """Subscribe and beat."""
-        raise NotImplementedError
-
+    @abstractmethod
     def perform(self, effect: Any) -> None:
-        raise NotImplementedError
+        """Do what the core wants done."""
+
+    @property
+    def state(self) -> Any:
+        return self.core
+
+    def beat(self) -> Beat:
+        beat: Beat = self.core.beat()
+        return beat
+
+    def hear_beats(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.bus.subscribe(self, f"beat.{kind}", lambda b, _: self.post(_beat.decode(b)))
 
     def settled(self) -> None:
         """After every event."""
@@ -167,25 +180,8 @@ class Node(Process):
             f"{self.name} spins: a tick changes nothing"
         )
 
-    def publish(
-        self, subject: str, kind: str, message: codec.Message, *reached: Phase, channel: str = ""
-    ) -> None:
-        envelope = Envelope(kind, codec.encode(message), reached, channel)
-        self.bus.publish(self, subject, envelope)
 
-    def hear_beats(self, *kinds: str) -> None:
-        for kind in kinds:
-            self.bus.subscribe(self, f"beat.{kind}", lambda b, _: self.post(_beat.decode(b)))
-
-    def beat_forever(self, kind: str) -> None:
-        self.every(BEAT_NS, lambda: self.publish(f"beat.{kind}", "beat", self.beat()))
-
-    def beat(self) -> Beat:
-        beat: Beat = self.core.beat()
-        return beat
-
-
-class KvNode(Node):
+class KvNode(CoreNode):
     role = "kv_store"
 
     def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
@@ -248,8 +244,9 @@ class WorkerNode(Node):
             self.bus.subscribe(self, subject, handler, queue="" if subject == "plan" else ENGINE)
         self.beat_forever("gpu_worker")
 
-    def settled(self) -> None:
-        """It has no core with a timer."""
+    @property
+    def state(self) -> Executor:
+        return self.executor
 
     def _hear_plan(self, payload: bytes, _answer: Answer) -> None:
         plan = _plan.decode(payload)
@@ -320,7 +317,7 @@ class WorkerNode(Node):
         )
 
 
-class SchedulerNode(Node):
+class SchedulerNode(CoreNode):
     role = "scheduler"
 
     def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
@@ -411,6 +408,8 @@ class SchedulerNode(Node):
                 self.publish("adopt", "adopt", effect.message, Phase.ADOPTED)
             case StepEvent():
                 self.world.step_event(self, effect)
+            case TimedSpan():
+                self.world.span(self, effect)
             case sched.Note():
                 pass
 
@@ -440,158 +439,3 @@ class SchedulerNode(Node):
             lambda: self.post(sched.WorkerSilent(gone=True)),
         )
         self.bus.request(self, kind, Envelope(kind, codec.encode(message), (reached,)), asking)
-
-
-class AdmissionNode(Node):
-    role = "admission"
-
-    def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
-        super().__init__(world, name, host, skew)
-        self.core: adm.AdmissionCore = adm.AdmissionCore(
-            name, {MODEL: world.vocabulary}, MAX_OPEN_REQUESTS
-        )
-        self._serves = False
-
-    def begin(self) -> None:
-        self.bus.subscribe(self, f"updates.{self.name}", lambda b, _: self.post(_updates.decode(b)))
-        self.hear_beats("scheduler")
-        self.beat_forever("admission")
-        # Who serves before it has heard of an engine refuses what that would take a moment later.
-        self.after(FIRST_BEAT_NS, self._serve)
-
-    def _serve(self) -> None:
-        if not self._serves:
-            self._serves = True
-            self.bus.subscribe(self, "adopt", self._hear_offer, queue="admission")
-            self.bus.subscribe(self, "generate", self._hear_generate, queue="admission")
-            self.bus.subscribe(self, "cancel", self._hear_cancel)
-            self.bus.subscribe(self, "resume", self._hear_resume)
-
-    def beat(self) -> Beat:
-        # The core hears of each beat that went out.
-        if not self.bus.outage:
-            self.post(adm_events.BeatSent())
-        return super().beat()
-
-    # ---- in
-
-    def post(self, event: Any) -> None:
-        super().post(event)
-        if isinstance(event, Beat):
-            self._serve()
-
-    def _hear_offer(self, payload: bytes, _answer: Answer) -> None:
-        self.post(_offer.decode(payload))
-
-    def _hear_resume(self, payload: bytes, _answer: Answer) -> None:
-        request_id, _, offset = payload.decode().partition(" ")
-        self.post(adm_events.ResumeAsked(request_id, int(offset)))
-
-    def _hear_generate(self, payload: bytes, _answer: Answer) -> None:
-        request, encoding = decode(payload), encoding_of(payload)
-        reply = f"inbox.{request.request_id}"
-        engine = self.core.engines.expect(MODEL, self.now_ns)
-        if engine is not None and not engine.max_model_len:
-            # Its first worker is still to come.
-            self.after(EARLY_LOOK_NS, lambda: self._hear_generate(payload, _answer))
-            return
-        try:
-            ticket = self._ticket(request, reply, encoding)
-        except RequestError as error:
-            frame = Frame(
-                request_id=request.request_id or "",
-                offset=0,
-                finish_reason=FinishReason.ERROR,
-                error=ErrorBody(error.code, error.message),
-            )
-            self.perform(adm_events.SendFrame(reply, encoding, frame))
-            return
-        self.post(ticket)
-
-    def _ticket(self, request: GenerateRequest, reply: str, encoding: Encoding) -> Ticket:
-        engine = self.core.engines.expect(MODEL, self.now_ns)
-        if engine is None:
-            raise RequestError(ErrorCode.NO_WORKER, "no worker serves it at this moment")
-        limits = ModelLimits(VOCAB_SIZE, engine.max_model_len, 8)
-        check(request, limits)
-        prompt = request.prompt_token_ids or []
-        prepared = prepare(request, len(prompt), limits, seed=0, eos_token_ids=())
-        return Ticket(
-            request_id=request.request_id or "",
-            model=MODEL,
-            reply=reply,
-            encoding=encoding,
-            prompt_token_ids=prompt,
-            max_tokens=prepared.max_tokens,
-            sampling=prepared.sampling,
-            stop_token_ids=prepared.stop_token_ids,
-            stop_strings=prepared.stop_strings,
-            include_stop=False,
-            stream=request.stream,
-            salt=request.cache_salt.encode(),
-            priority=request.priority,
-            deadline_ms=request.deadline_ms or 0,
-            retry=request.retry,
-        )
-
-    def _hear_cancel(self, payload: bytes, _answer: Answer) -> None:
-        self.post(adm_events.CancelAsked(payload.decode()))
-
-    # ---- out
-
-    def settled(self) -> None:
-        while self.core.has_news and self.alive:
-            for effect in self.core.handle(adm_events.Flush(), self.now_ns):
-                if self.alive:
-                    self.perform(effect)
-        super().settled()
-
-    def perform(self, effect: adm_events.Effect) -> None:
-        match effect:
-            case adm_events.SendFrame():
-                self._send_frame(effect)
-            case adm_events.Submit():
-                self._submit(effect)
-            case adm_events.Abort():
-                self._abort(effect, ABORT_TRIES)
-            case adm_events.Cancelled():
-                self.world.cancelled(effect.request_id)
-
-    def _send_frame(self, effect: adm_events.SendFrame) -> None:
-        frame = effect.frame
-        reached = Phase.FIRST_FRAME if frame.offset == 0 else Phase.FRAME
-        if frame.finish_reason is not None:
-            reached = Phase.TERMINAL
-        payload = encode_frame(frame, effect.encoding)
-        heard = self.bus.publish(self, effect.reply, Envelope("frame", payload, (reached,)))
-        if frame.finish_reason is None and not heard and not self.bus.outage:
-            self.after(0, lambda: self.post(adm_events.Unheard(frame.request_id)))
-
-    def _submit(self, effect: adm_events.Submit) -> None:
-        assert effect.engine == ENGINE, f"a submission to {effect.engine!r}"
-        failed = adm_events.SubmitFailed(effect.message.seq_id)
-        asking = Asking(
-            SUBMIT_TIMEOUT_NS,
-            lambda b: self.post(_submit_reply.decode(b)),
-            lambda: self.post(failed),
-            lambda: self.post(failed),
-        )
-        payload = codec.encode(effect.message)
-        self.bus.request(self, "submit", Envelope("submit", payload, (Phase.SUBMITTED,)), asking)
-
-    def _abort(self, effect: adm_events.Abort, tries: int) -> None:
-        """Idempotent, and nobody waits for it: tried a few times."""
-
-        def again() -> None:
-            if tries > 1:
-                self._abort(effect, tries - 1)
-
-        asking = Asking(
-            ABORT_TIMEOUT_NS,
-            lambda b: None,
-            again,
-            lambda: self.after(ABORT_TIMEOUT_NS, again),
-        )
-        payload = codec.encode(effect.message)
-        envelope = Envelope("abort", payload, (Phase.ACKNOWLEDGED,))
-        self.bus.request(self, "abort", envelope, asking)

@@ -18,8 +18,10 @@ from typing import Any, Final, TypeVar
 
 from services.contracts.errors import StreetcarError
 from services.contracts.public import Frame
+from services.contracts.spans import TimedSpan
 from services.contracts.step import StepEvent, StepPlan, StepResult
 
+from .admission_node import AdmissionNode
 from .bus import Bus
 from .census import census, excess
 from .checks import AFTERMATH_NS, CHECKS, Check, Violation
@@ -27,10 +29,11 @@ from .clients import Client
 from .model import VOCAB_SIZE, Mark
 from .nemesis import MAX_LAG_NS, Nemesis
 from .network import Clock, Network, Weather
-from .nodes import AdmissionNode, KvNode, Node, SchedulerNode, WorkerNode
+from .nodes import KvNode, Node, SchedulerNode, WorkerNode
 from .options import ROLES, SECOND_NS, Options, draw
 from .phases import Phase
 from .process import Skew
+from .trace_checks import Traces
 from .workload import Workload
 
 MAX_EVENTS = 1_000_000
@@ -104,7 +107,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.nodes: list[Node] = []
         self.max_skew = MAX_SKEW_PPM / 1e6 if o.faults.skewed else 0.0
-        self.checks = [kind(self) for kind in CHECKS]
+        self.checks = [kind(self) for kind in (*CHECKS, Traces)]
         self.nemesis = Nemesis(self, o.faults)
         self._workload = Workload(self)
         self._by_number: dict[int, Client] = {}
@@ -206,8 +209,7 @@ class World:
 
     def _is_idle(self) -> bool:
         return not any(
-            excess(node.role, census(node.core or node.executor), self.options)  # type: ignore[attr-defined]
-            for node in self.running()
+            excess(node.role, census(node.state), self.options) for node in self.running()
         )
 
     # ---- services
@@ -326,6 +328,10 @@ class World:
     def step_event(self, node: Node, event: StepEvent) -> None:
         for check in self.checks:
             check.step_event(node, event)
+
+    def span(self, node: Node, span: TimedSpan) -> None:
+        for check in self.checks:
+            check.span(node, span)
 
     def cancelled(self, request_id: str) -> None:
         for check in self.checks:

@@ -29,12 +29,14 @@ from kv_store.host_tier import HostTier
 from kv_store.ledger import Ledger
 from scheduler_svc.batch import Batch
 from scheduler_svc.ledger_talk import LedgerTalk
+from scheduler_svc.phases import PhaseLog
 from scheduler_svc.planning import Planner, Step
 from scheduler_svc.sequence import SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
 from scheduler_svc.worker_link import WorkerLink
 from services.admission.core import AdmissionCore
 from services.admission.events import Abort, SendFrame
+from services.admission.request_spans import RequestSpans
 from services.contracts.errors import ErrorCode, StreetcarError
 from services.contracts.kv import KvStatus
 from services.contracts.step import StepPlan
@@ -404,3 +406,19 @@ def test_a_cancel_gives_no_block_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Batch, "return_blocks", broken)
     assert failure() != ""
+
+
+def test_a_request_that_is_given_away_leaves_its_span_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestSpans, "given_away", lambda self, request_id, now_ns: None)
+    assert "I16 spans" in failure()
+
+
+def test_a_phase_begins_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = PhaseLog._turn
+
+    def late(self: PhaseLog, opened: Any, phase: Any) -> None:
+        turn(self, opened, phase)
+        opened.since_ns += 1
+
+    monkeypatch.setattr(PhaseLog, "_turn", late)
+    assert "I16 spans" in failure()

@@ -1,15 +1,26 @@
 """A scheduler dies: the ledger kept its committed blocks, and its successor computes none of them
-again.
+again. One whose attach is not answered asks again.
 """
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
+from scheduler_svc.worker_link import ATTACH_RETRY_NS
+from services.contracts import codec
 from services.contracts.limits import MAX_PAYLOAD_BYTES
+from services.contracts.step import Attach
+from services.simulator.network import Parcel
+from services.simulator.nodes import ATTACH_TIMEOUT_NS
+from services.simulator.world import World
 from tests.unit.scheduler_svc.rig import Rig, answer, lanes_of
 
 PROMPT = list(range(1, 40))
 BLOCK = 4
+_attach = codec.Decoder(Attach)
 
 
 def _successor(rig: Rig) -> None:
@@ -51,3 +62,35 @@ def test_a_resubmitted_sequence_finds_its_committed_blocks() -> None:
     assert computed <= len(PROMPT) + len(accepted) - committed * BLOCK, "no block is recomputed"
     assert rig.tokens(1) == answer(PROMPT, 30)
     assert rig.ends(1)[-1].reason == "length"
+
+
+class AnswersLost(World):
+    """The first `lose` answers to an attach are lost, and nothing else is."""
+
+    def __init__(self, seed: int, lose: int) -> None:
+        super().__init__(seed)
+        self.left = lose
+        self.asked: list[tuple[int, Attach]] = []
+
+    def open(self) -> None:
+        self.network.watch = self.watch
+
+    def watch(self, parcel: Parcel) -> bool:
+        if parcel.kind == "attach":
+            self.asked.append((self.clock.now_ns, _attach.decode(parcel.payload)))
+        lost = parcel.kind == "attach reply" and self.left > 0
+        self.left -= lost
+        return lost
+
+
+@pytest.mark.parametrize("lose", [2, 3])
+def test_an_attach_whose_answer_is_lost_is_asked_again_and_costs_no_epoch(lose: int) -> None:
+    seed = next(seed for seed in range(1, 100) if World(seed).options.faults.none)
+    world = AnswersLost(seed, lose)
+    report = world.run()
+    times, asked = zip(*world.asked, strict=True)
+    assert len(asked) == lose + 1 and len({attach.attempt for attach in asked}) == 1
+    # The second is for the worker's first beat: it may be another one than the first was for.
+    for before, after in itertools.pairwise(times[1:]):
+        assert 0 < after - before <= ATTACH_TIMEOUT_NS + ATTACH_RETRY_NS
+    assert world.scheduler.core.link.epoch == 1 and report.steps

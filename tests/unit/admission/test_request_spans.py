@@ -126,6 +126,20 @@ def test_an_adopted_request_goes_on_below_the_first_admission_s_span() -> None:
     assert found[-1].place == PLACE and found[-1].span_id == ""
 
 
+def test_a_request_that_is_given_away_has_closed_spans_as_well() -> None:
+    spans = RequestSpans()
+    spans.opened(TICKET, ARRIVAL, 110)
+    spans.submitted(submit(), 111)
+    spans.shown(frame(0, 1), 150)
+    spans.given_away("r1", 170)
+    spans.given_away("r1", 180)
+    found = spans.take()
+    assert partition(found)[-1] == ("stream", 150, 170)
+    whole = found[-1]
+    assert (whole.span_id, whole.start_ns, whole.end_ns) == (PLACE.span_id, 100, 170)
+    assert whole.attributes["streetcar.given_away"] == 1 and not spans.num_open
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 def test_what_is_refused_before_it_is_a_request(sampled: bool) -> None:
     spans = RequestSpans()
