@@ -59,7 +59,8 @@ class Executor:
     """Plans in, results out, one at a time.
 
     admit: may be called while a step runs; run: by the thread that computes; the caller keeps the
-    two apart. step_tokens: of the step that runs, or ran last.
+    two apart. step_tokens: of the step that runs, or ran last. ledger: whose books say what lies in
+    the blocks, for a scheduler that is new.
     """
 
     def __init__(self, model: Model, generation: int, shape: EngineShape) -> None:
@@ -77,6 +78,7 @@ class Executor:
         self.last_queued = 0
         self.last_done = 0
         self.step_tokens = 0
+        self.ledger = ""
         self.dropped: Counter[str] = Counter()
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._attached: Attached | None = None
@@ -101,6 +103,7 @@ class Executor:
             vocab_size=self.shape.vocab_size,
             host_blocks=self.shape.host_blocks,
             copy_block_us=self.shape.copy_block_us,
+            ledger=self.ledger,
         )
         return self._attached
 
@@ -142,6 +145,7 @@ class Executor:
         """Apply, compute, sample; durations are the caller's to add. Raises InvariantError on a
         plan that cannot be.
         """
+        self.ledger = plan.ledger or self.ledger
         scheduled = self._mirror.apply(plan)
         copies = self._mirror.copies(plan)
         if copies is not None:

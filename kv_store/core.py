@@ -1,7 +1,8 @@
 """The ledger's state machine: every engine's books, and whom they are kept for.
 
 Invariants: nothing is granted to an epoch before its snapshot; a lower epoch or another generation
-changes nothing.
+changes nothing. Only what names this ledger is heeded; where a scheduler has gone over to another
+one, this one's books of that engine are void and thrown away, and with the last of them it ends.
 
 Pure.
 """
@@ -36,6 +37,10 @@ from .report import check, report
 Question: TypeAlias = LookupRequest | LeaseRequest | KvReportRequest | KvCheckRequest
 
 
+class Superseded(InvariantError):
+    """Another ledger has the books of every engine that this one had: it must go."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request with a reply subject; `reply` is opaque and comes back in the effect."""
@@ -55,8 +60,8 @@ Effect: TypeAlias = Reply
 
 
 class KvCore:
-    """See the module. Has no timers. tenant_share: part of either tier's cached blocks that one
-    tenant may have.
+    """See the module. Has no timers. service_id: of this run alone, what schedulers call it by.
+    tenant_share: part of either tier's cached blocks that one tenant may have.
     """
 
     wake_at_ns: int | None = None
@@ -67,15 +72,17 @@ class KvCore:
         self.ledgers: dict[str, Ledger] = {}
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Raises Superseded."""
         match event:
             case Asked():
-                return [Reply(event.reply, self._answer(event.message))]
+                if self._is_named(event.message):
+                    return [Reply(event.reply, self._answer(event.message))]
             case KvDelta():
-                ledger = self.ledgers.get(event.engine)
-                if ledger is not None and ledger.owns(event.generation, event.epoch):
+                ledger = self.ledgers.get(event.engine) if self._is_named(event) else None
+                if ledger is not None and ledger.owns(event):
                     ledger.apply(event)
             case KvSnapshot():
-                ledger = self._ledger_for(event)
+                ledger = self._ledger_for(event) if self._is_named(event) else None
                 if ledger is not None:
                     ledger.restore(event)
             case Beat():
@@ -84,6 +91,26 @@ class KvCore:
 
     def tick(self, now_ns: int) -> list[Effect]:
         return []
+
+    # ---- whom they speak to
+
+    def _is_named(self, message: Question | KvDelta | KvSnapshot) -> bool:
+        if message.ledger == self.service_id:
+            return True
+        if message.ledger and not isinstance(message, KvReportRequest | KvCheckRequest):
+            self._yield(message.engine, message.generation, message.epoch, message.binding)
+        return False
+
+    def _yield(self, engine: str, generation: int, epoch: int, binding: int) -> None:
+        """The scheduler of `engine` speaks to another ledger: since after these books, or before
+        them, where it is an old message that comes late.
+        """
+        ledger = self.ledgers.get(engine)
+        if ledger is None or not ledger.is_before(generation, epoch, binding):
+            return
+        del self.ledgers[engine]
+        if not self.ledgers:
+            raise Superseded(f"another ledger has the books of {engine}")
 
     # ---- requests
 
@@ -106,7 +133,7 @@ class KvCore:
         status = KvStatus.NEED_SNAPSHOT
         generation, epoch = request.generation, request.epoch
         if ledger is not None:
-            status = ledger.status_for(request.generation, request.epoch)
+            status = ledger.status_for(request)
             if status is KvStatus.STALE:
                 generation, epoch = ledger.generation, ledger.epoch
         if status is KvStatus.OK and ledger is not None:
@@ -119,34 +146,38 @@ class KvCore:
     # ---- what schedulers say
 
     def _ledger_for(self, snapshot: KvSnapshot) -> Ledger | None:
-        """The ledger that the snapshot speaks of, opened or emptied as its generation demands; None
-        where the snapshot comes too late.
+        """The ledger that the snapshot speaks of, opened or emptied as its generation and binding
+        demand; None where the snapshot comes too late.
         """
         ledger = self.ledgers.get(snapshot.engine)
-        if ledger is None or snapshot.generation > ledger.generation:
+        if ledger is not None and ledger.is_after(snapshot):
+            return None
+        if ledger is None or not ledger.may_keep(snapshot):
             if ledger is None and len(self.ledgers) >= MAX_NAMES:
                 raise InvariantError(f"more than {MAX_NAMES} engines")
             pool = BlockPool(
                 snapshot.num_blocks, snapshot.block_size, snapshot.host_blocks, self.tenant_share
             )
-            ledger = Ledger(snapshot.generation, snapshot.epoch, pool)
+            ledger = Ledger(snapshot.generation, pool)
             self.ledgers[snapshot.engine] = ledger
-        if snapshot.generation < ledger.generation or snapshot.epoch < ledger.epoch:
-            return None
         return ledger
 
     def _beat(self, beat: Beat) -> None:
-        """A scheduler names the last delta it sent: a higher number than ours means that the last
-        ones were lost.
+        """A scheduler names its ledger, and the last delta that it sent: a higher number than ours
+        means that the last ones were lost.
         """
-        if beat.kind is not ServiceKind.SCHEDULER:
+        if beat.kind is not ServiceKind.SCHEDULER or beat.engine is None or not beat.engine.ledger:
+            return
+        binding = beat.engine.binding
+        if beat.engine.ledger != self.service_id:
+            self._yield(beat.service_id, beat.generation, beat.epoch, binding)
+            return
+        ledger = self.ledgers.get(beat.service_id)
+        if ledger is None or ledger.term != (beat.generation, beat.epoch, binding):
             return
         for mark in beat.streams:
-            ledger = self.ledgers.get(mark.name)
-            if ledger is not None and beat.service_id == mark.name:
-                same = ledger.owns(beat.generation, beat.epoch)
-                if same and ledger.deltas.behind(mark.number):
-                    ledger.need_snapshot = True
+            if mark.name == beat.service_id and ledger.deltas.behind(mark.number):
+                ledger.need_snapshot = True
 
     # ---- what others may ask
 
@@ -176,4 +207,5 @@ def _load(engine: str, ledger: Ledger) -> KvPoolLoad:
         num_host_blocks=pool.host.num_slots,
         num_host_free=pool.host.num_free,
         num_host_cached=pool.host.num_cached,
+        binding=ledger.binding,
     )

@@ -39,15 +39,17 @@ MAX_OPEN_REQUESTS: Final = 8192
 
 
 class Ledger:
-    """One generation of one engine.
+    """One generation of one engine, as kept for one binding of one epoch; below the first until a
+    snapshot has opened it.
 
     granted: blocks of answered requests by number, until a delta or snapshot closes them. copies:
     of answered requests, until they have run. next_part: of the snapshot that is arriving, else 0.
     """
 
-    def __init__(self, generation: int, epoch: int, pool: BlockPool) -> None:
+    def __init__(self, generation: int, pool: BlockPool) -> None:
         self.generation = generation
-        self.epoch = epoch
+        self.epoch = 0
+        self.binding = 0
         self.pool = pool
         self.deltas = StreamReceiver()
         self.closed_through = 0
@@ -56,13 +58,33 @@ class Ledger:
         self.need_snapshot = False
         self.next_part = 0
 
-    def owns(self, generation: int, epoch: int) -> bool:
-        return (generation, epoch) == (self.generation, self.epoch)
+    @property
+    def term(self) -> tuple[int, int, int]:
+        """(generation, epoch, binding)."""
+        return self.generation, self.epoch, self.binding
 
-    def status_for(self, generation: int, epoch: int) -> KvStatus:
-        if epoch < self.epoch or generation < self.generation:
+    def owns(self, message: LookupRequest | LeaseRequest | KvDelta) -> bool:
+        return self.term == (message.generation, message.epoch, message.binding)
+
+    def is_before(self, generation: int, epoch: int, binding: int) -> bool:
+        """Another ledger has had that term, and so what is filed here no longer holds."""
+        return epoch >= self.epoch and (generation, epoch, binding) > self.term
+
+    def is_after(self, snapshot: KvSnapshot) -> bool:
+        """The snapshot comes too late."""
+        term = (snapshot.generation, snapshot.epoch, snapshot.binding)
+        # Epochs grow over generations too, or the scheduler attaches again; bindings do not.
+        return term < self.term or snapshot.epoch < self.epoch
+
+    def may_keep(self, snapshot: KvSnapshot) -> bool:
+        """False where the pool has another content by now than what is filed here."""
+        same = (snapshot.epoch, snapshot.binding) == (self.epoch, self.binding)
+        return snapshot.generation == self.generation and (same or not snapshot.binding)
+
+    def status_for(self, request: LookupRequest | LeaseRequest) -> KvStatus:
+        if request.epoch < self.epoch or request.generation < self.generation:
             return KvStatus.STALE
-        if not self.owns(generation, epoch) or self.need_snapshot or self.next_part:
+        if not self.owns(request) or self.need_snapshot or self.next_part:
             return KvStatus.NEED_SNAPSHOT
         return KvStatus.OK
 
@@ -176,7 +198,7 @@ class Ledger:
 
     def restore(self, snapshot: KvSnapshot) -> None:
         """A part of what the epoch holds; the first one takes back everything else."""
-        self.epoch = snapshot.epoch
+        self.epoch, self.binding = snapshot.epoch, snapshot.binding
         if snapshot.part == 0:
             self._close_all()
         elif snapshot.part != self.next_part:

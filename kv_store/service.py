@@ -1,7 +1,8 @@
 """The ledger on the bus: every lookup, lease and delta of every engine, in the order of arrival.
 
 One subscription for all of them: deltas, then the lease request that counts on them, must not
-change places.
+change places. Each ledger hears everything, in a queue group of its own, and the core leaves alone
+what names another.
 
 Shell.
 """
@@ -31,6 +32,7 @@ from services.runtime.log import get_logger, report_ready
 from services.runtime.service import (
     beat_forever,
     connect,
+    run_id,
     run_until_left,
     say_leaving,
     subjects,
@@ -85,16 +87,16 @@ class KvService:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
-    names = subjects(settings)
-    bus = await connect(settings, settings.kv_store_id, stopping)
-    core = KvCore(settings.kv_store_id, settings.tenant_cache_share)
+    names, me = subjects(settings), run_id(settings.kv_store_id)
+    bus = await connect(settings, me, stopping)
+    core = KvCore(me, settings.tenant_cache_share)
     service = KvService(core, bus)
-    endpoint = Endpoint("ledger", names.any_kv, service.on_message, queue="kv_store")
+    endpoint = Endpoint("ledger", names.any_kv, service.on_message, queue=me)
     await bus.serve("streetcar-kv-store", "Streetcar: KV-block ledger", [endpoint])
     await bus.subscribe(names.any_beat("scheduler"), service.on_beat)
     await bus.flush()
-    report_ready(id=settings.kv_store_id)
-    beat = names.beat("kv_store", settings.kv_store_id)
+    report_ready(id=me)
+    beat = names.beat("kv_store", me)
 
     async def leave() -> None:
         await service.actor.finish()

@@ -234,6 +234,7 @@ class Batch:
             append_blocks=pack(step.append_blocks),
             copies_out=copies_out,
             copies_in=copies_in,
+            ledger=self.lease.news_of_ledger(),
         )
         self._reset = False
         self._leaving = []

@@ -33,6 +33,7 @@ from .events import (
 )
 from .intake import EngineLimits, Refusal, refuse
 from .lease import Pool
+from .ledger_link import LedgerLink
 from .ledger_talk import LedgerTalk
 from .owners import BEAT_NS, Owners, next_part, offer
 from .phases import PhaseLog
@@ -79,6 +80,7 @@ class SchedulerCore:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.link = WorkerLink(config.scheduler_id, config.incarnation)
+        self.ledger_link = LedgerLink()
         self.roster = Roster()
         self.waiting = WaitingQueue()
         self.totals = Totals()
@@ -367,6 +369,16 @@ class SchedulerCore:
         else:
             self.ledger.on_lease(reply)
 
+    def _bind(self, now_ns: int) -> None:
+        """Go over to another ledger where the present one is gone."""
+        if not self.link.is_ready:
+            return
+        chosen = self.ledger_link.choose(now_ns)
+        if chosen != self.batch.lease.ledger:
+            self.ledger.bind(chosen)
+            binding = self.batch.lease.binding
+            self._effects.append(Note("bound", {"ledger": chosen, "binding": binding}))
+
     def _on_stale_ledger(self, generation: int, epoch: int) -> None:
         """The ledger knows a higher epoch: of this generation, which another scheduler has then
         taken over (raises Superseded), or of one that is gone. Attach above it.
@@ -394,6 +406,7 @@ class SchedulerCore:
             attached.block_size,
             attached.host_blocks,
             attached.copy_block_us,
+            self.ledger_link.attached(attached.ledger, now_ns),
         )
         lanes = min(config.max_num_seqs, attached.max_num_seqs)
         budget = config.max_num_batched_tokens or default_budget(self.max_model_len, lanes)
@@ -485,6 +498,8 @@ class SchedulerCore:
         self.roster.forget_old(now_ns)
         self.owners.hear(beat, now_ns)
         self._find_owners(now_ns)
+        self.ledger_link.hear(beat, now_ns)
+        self._bind(now_ns)
         if beat.kind is ServiceKind.GPU_WORKER:
             self._on_worker_beat(beat, now_ns)
         elif beat.kind is ServiceKind.SCHEDULER:
@@ -493,7 +508,8 @@ class SchedulerCore:
             for pool in beat.pools:
                 if pool.engine == self.config.engine:
                     self._on_stale_ledger(pool.generation, pool.epoch)
-                    if pool.need_snapshot and self.link.is_ready:
+                    mine = beat.service_id == self.batch.lease.ledger
+                    if mine and pool.need_snapshot and self.link.is_ready:
                         self.batch.lease.snapshot_due = True
 
     def _on_worker_beat(self, beat: Beat, now_ns: int) -> None:
@@ -546,6 +562,8 @@ class SchedulerCore:
             dp_group=self.config.dp_group,
             wants_prefill=self.link.is_ready and self.batch.planner.wants_prefill,
             num_blocks_spare=len(lease.spare),
+            ledger=lease.ledger,
+            binding=lease.binding,
         )
         marks = [StreamMark(name, number) for name, number in self.updates.last_numbers()]
         if self.link.is_ready:

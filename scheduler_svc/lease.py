@@ -64,7 +64,8 @@ def reserve_blocks(num_lanes: int, step_ns: int, block_size: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Whose blocks: one engine, generation and epoch, and their shape. host_blocks: slots of host
-    memory below them; copy_block_us: to bring one in, 0 where unknown.
+    memory below them; copy_block_us: to bring one in, 0 where unknown. ledger: the one that the
+    epoch begins with.
     """
 
     engine: str
@@ -74,6 +75,7 @@ class Pool:
     block_size: int
     host_blocks: int = 0
     copy_block_us: int = 0
+    ledger: str = ""
 
 
 @dataclass(slots=True)
@@ -93,12 +95,15 @@ class Lease:
     """Blocks of one epoch. Requests (lookups and leases) and deltas each count from 1.
 
     shortage: blocks that the last step lacked. exhausted: the ledger has no more, and nothing went
-    back since. bound: the ledger has answered this epoch. snapshot_due: the ledger wants a
-    snapshot, which waits until no copy is in flight, so that it tells only what is there.
+    back since. ledger: whose blocks these are, "" for nobody's yet; binding: how many others there
+    were before it in this epoch. bound: it answers. snapshot_due: it wants a snapshot, which waits
+    until no copy is in flight, so that it tells only what is there.
     """
 
     def __init__(self, pool: Pool, low_water: int) -> None:
         self.pool = pool
+        self.ledger = pool.ledger
+        self.binding = 0
         self.block_size = pool.block_size
         self.low_water = low_water
         self.spare: list[int] = []
@@ -114,6 +119,8 @@ class Lease:
         self.delta_number = 0
         self._request_number = 0
         self._ask_from = 0
+        self._told_ledger = ""
+        self._has_granted = False
         self._draft = DeltaDraft()
 
     @property
@@ -219,6 +226,25 @@ class Lease:
         self._exhaustion_outdated()
         return self.flush()
 
+    # ---- whose they are
+
+    def bind(self, ledger: str) -> None:
+        """To another ledger than before, with nothing asked and open."""
+        assert not self.lookups and self.open_lease is None
+        self.ledger = ledger
+        self.binding += 1
+        self.bound, self._has_granted = False, False
+        self.snapshot_due = True
+
+    def news_of_ledger(self) -> str:
+        """For the next plan: whose blocks it may be the first to fill, or "" for those of the same
+        as before.
+        """
+        if not self._has_granted or self._told_ledger == self.ledger:
+            return ""
+        self._told_ledger = self.ledger
+        return self.ledger
+
     # ---- requests to the ledger
 
     def ask_lookup(
@@ -241,6 +267,8 @@ class Lease:
             token_ids=pack(token_ids[: num_blocks * self.block_size]),
             copy_block_us=self.pool.copy_block_us,
             recompute_block_us=recompute_block_us,
+            ledger=self.ledger,
+            binding=self.binding,
         )
 
     def close_lookup(
@@ -288,6 +316,8 @@ class Lease:
             epoch=self.pool.epoch,
             number=number,
             num_blocks=min(want, self.num_usable),
+            ledger=self.ledger,
+            binding=self.binding,
         )
 
     def on_lease(self, reply: LeaseReply) -> bool:
@@ -296,6 +326,7 @@ class Lease:
             return False
         self.open_lease = None
         self.bound = reply.status is KvStatus.OK
+        self._has_granted |= self.bound
         granted = unpack(reply.block_ids).tolist()
         assert not any(b in self.holds or b in self.committed for b in granted)
         self.spare.extend(granted)
@@ -336,6 +367,8 @@ class Lease:
             abandoned=pack(draft.abandoned),
             copied=pack(draft.copied),
             forget=b"".join(draft.forget),
+            ledger=self.ledger,
+            binding=self.binding,
         )
 
     def snapshot(self, holders: Iterable[Holder], forgotten: bytes = b"") -> list[KvSnapshot]:
@@ -378,6 +411,8 @@ class Lease:
             closed_through=self._request_number,
             host_blocks=self.pool.host_blocks,
             forget=forget,
+            ledger=self.ledger,
+            binding=self.binding,
         )
 
     def _exhaustion_outdated(self) -> None:

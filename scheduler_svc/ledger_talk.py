@@ -49,6 +49,17 @@ class LedgerTalk:
         self._phases = phases
         self._prefix_caching = prefix_caching
 
+    def bind(self, ledger: str) -> None:
+        """To `ledger`, which has this epoch's books from now on; what the one before it grants is
+        not taken any more.
+        """
+        for number in list(self._lease.lookups):
+            self._waiting.end_lookup(self._lease.give_up_lookup(number))
+        if self._lease.open_lease is not None:
+            self._lease.give_up_lease()
+        self._lease.bind(ledger)
+        self._batch.stir()
+
     # ---- out
 
     def lookups(self, now_ns: int) -> Iterator[KvDelta | LookupRequest]:
@@ -79,7 +90,7 @@ class LedgerTalk:
     def snapshot_if_due(self, holders: Iterable[Sequence]) -> list[KvSnapshot]:
         """Everything that `holders` hold, once no copy is in flight."""
         lease, lanes = self._lease, self._batch.lanes
-        if not lease.snapshot_due or lease.copies.are_in_flight:
+        if not lease.snapshot_due or lease.copies.are_in_flight or not lease.ledger:
             return []
         for number in list(lease.lookups):
             self._give_up(number)

@@ -23,7 +23,7 @@ import msgspec
 from services.contracts import codec
 from services.contracts.beats import Beat, ServiceKind
 from services.contracts.errors import ERRORS, ErrorCode, RequestError, WireError
-from services.contracts.ids import MAX_ID_LENGTH, is_id
+from services.contracts.ids import is_id
 from services.contracts.limits import BEAT_PERIOD_MS, MAX_FRAME_DELAY_MS
 from services.contracts.permissions import takes_frames
 from services.contracts.public import (
@@ -56,6 +56,7 @@ from services.runtime.log import get_logger, report_leaving, report_progress, re
 from services.runtime.service import (
     Stopping,
     connect,
+    run_id,
     run_together,
     subjects,
     unless_stopped,
@@ -99,8 +100,6 @@ TURNS: Final = 8
 TURN_NS: Final = MAX_FRAME_DELAY_MS * 1_000_000 // TURNS
 MIN_FRAMES_A_TURN: Final = 16
 NO_RESPONDERS: Final = "503"
-# Of an id, for what makes it this run's.
-RUN_CHARS: Final = 9
 
 _updates = codec.Decoder(SequenceUpdates)
 _offer = codec.Decoder(AdoptSequences)
@@ -410,13 +409,6 @@ def _error_headers(error: ErrorBody) -> dict[str, str]:
         "Nats-Service-Error-Code": str(ERRORS[error.code].status),
         "Nats-Service-Error": f"{error.code}: {clean}"[:MAX_HEADER_CHARS],
     }
-
-
-def run_id(admission_id: str) -> str:
-    """An id that only this run has: a restarted admission is another one, and adopts from the
-    last.
-    """
-    return f"{admission_id[: MAX_ID_LENGTH - RUN_CHARS]}-{secrets.token_hex(4)}"
 
 
 async def serve(settings: Settings, stopping: Stopping) -> None:

@@ -64,8 +64,17 @@ class Board:
                 engine.load, engine.heard_ns = beat.engine, now_ns
                 engine.generation, engine.epoch = beat.generation, beat.epoch
         for pool in beat.pools:
-            if pool.engine in self._pools or len(self._pools) < MAX_NAMES:
-                self._pools[pool.engine] = (now_ns, pool)
+            self._hear_pool(pool, now_ns)
+
+    def _hear_pool(self, pool: KvPoolLoad, now_ns: int) -> None:
+        """Of two ledgers that both say they have it, the later one does, while it is heard."""
+        heard_ns, known = self._pools.get(pool.engine, (now_ns, pool))
+        after = (known.generation, known.epoch, known.binding)
+        outdated = (pool.generation, pool.epoch, pool.binding) < after
+        if outdated and now_ns - heard_ns <= FORGET_NS:
+            return
+        if pool.engine in self._pools or len(self._pools) < MAX_NAMES:
+            self._pools[pool.engine] = (now_ns, pool)
 
     def hear_step(self, event: StepEvent, now_ns: int) -> None:
         engine = self._engine(event.engine, now_ns)

@@ -6,6 +6,7 @@ Shell: asks the ledger over the bus; every number is its own.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from services.runtime.settings import load
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
+    from services.contracts.beats import Beat
     from services.contracts.codec import Message
     from services.contracts.kv import KvCheck, KvReport
 
@@ -135,15 +137,25 @@ def _where(nats_url: str | None) -> tuple[str, str]:
     return find_cluster(settings).watch_url, settings.subject_prefix
 
 
-async def _engines(url: str, prefix: str, engine: str | None) -> list[str]:
-    if engine is not None:
-        return [engine]
-    beats = await listen(url, prefix)
-    found = sorted({pool.engine for beat in beats for pool in beat.pools})
+async def _engines(url: str, prefix: str, engine: str | None) -> dict[str, str]:
+    """Engines, and the ledger that has each one's books."""
+    found = ledgers_of(await listen(url, prefix))
     if not found:
         cause = f"no heartbeat with one on {without_password(url)}"
         raise Problem("E203", "No ledger has a pool", cause=cause)
-    return found
+    if engine is None:
+        return found
+    if engine not in found:
+        raise Problem("E203", "No such engine", cause=f"no ledger has a pool of {engine!r}")
+    return {engine: found[engine]}
+
+
+def ledgers_of(beats: Iterable[Beat]) -> dict[str, str]:
+    """By engine, in order: of ledgers that both say they have its books, the one that does."""
+    pools = [(pool, beat.service_id) for beat in beats for pool in beat.pools]
+    pools.sort(key=lambda entry: (entry[0].generation, entry[0].epoch, entry[0].binding))
+    found = {pool.engine: ledger for pool, ledger in pools}
+    return dict(sorted(found.items()))
 
 
 async def _reports(url: str, prefix: str, engine: str | None) -> list[KvReport]:
@@ -155,8 +167,9 @@ async def _reports(url: str, prefix: str, engine: str | None) -> list[KvReport]:
     engines = await _engines(url, prefix, engine)
     async with connect(url) as client:
         return [
-            _known(await _ask(client, names.kv_report(name), KvReportRequest(name), KvReport))
-            for name in engines
+            _known(await _ask(client, names.kv_report(name), question, KvReport))
+            for name, ledger in engines.items()
+            for question in (KvReportRequest(name, ledger=ledger),)
         ]
 
 
@@ -169,8 +182,8 @@ async def _checks(url: str, prefix: str, engine: str | None) -> list[KvCheck]:
     engines = await _engines(url, prefix, engine)
     async with connect(url) as client:
         return [
-            _known(await _ask(client, names.kv_check(name), KvCheckRequest(name), KvCheck))
-            for name in engines
+            _known(await _ask(client, names.kv_check(name), KvCheckRequest(name, ledger), KvCheck))
+            for name, ledger in engines.items()
         ]
 
 

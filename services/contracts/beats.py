@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from . import limits
 from .codec import Message
-from .ids import MAX_ID_LENGTH, Id
+from .ids import MAX_ID_LENGTH, Id, MaybeId
 
 
 class ServiceKind(StrEnum):
@@ -40,6 +40,7 @@ class EngineLoad(Message, frozen=True):
     ready: attached to a worker, with blocks to give. Totals count since the scheduler's start.
     wants_prefill: its vote in the data-parallel group `dp_group` ("" for none). Blocks held by
     sequences, and spare ones of the lease: together what the ledger has leased to it.
+    ledger, binding: whose books count for this engine now.
     """
 
     model: Id
@@ -59,6 +60,8 @@ class EngineLoad(Message, frozen=True):
     dp_group: Annotated[str, Meta(max_length=MAX_ID_LENGTH)] = ""
     wants_prefill: bool = False
     num_blocks_spare: int = 0
+    ledger: MaybeId = ""
+    binding: int = 0
 
 
 class AdmissionLoad(Message, frozen=True):
@@ -74,7 +77,8 @@ class WorkerLoad(Message, frozen=True):
 
 class KvPoolLoad(Message, frozen=True):
     """free + leased + cached = total - 1: block 0 is the null block. need_snapshot: a delta was
-    missed. Host slots: free, and cached; the rest is being written.
+    missed. Host slots: free, and cached; the rest is being written. Of two ledgers that say they
+    have the pool, the one with the higher (generation, epoch, binding) does.
     """
 
     engine: Id
@@ -88,6 +92,7 @@ class KvPoolLoad(Message, frozen=True):
     num_host_blocks: int = 0
     num_host_free: int = 0
     num_host_cached: int = 0
+    binding: int = 0
 
 
 class Beat(Message, frozen=True, tag="beat"):

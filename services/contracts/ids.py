@@ -16,6 +16,8 @@ ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,{MAX_ID_LENGTH}}}\Z"
 _ID = re.compile(ID_PATTERN)
 
 Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH)]
+MaybeId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+"""An id, or "" for nobody; it is compared, and never part of a subject."""
 
 
 def is_id(text: str) -> bool:

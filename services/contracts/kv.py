@@ -8,6 +8,9 @@ Copies between a block of the pool and a slot of host memory come with the repli
 (source, destination). All copies of one reply run in one step, before it computes, outs before
 ins; a delta names the request once that step's result has arrived, and only then are they believed.
 
+Every message names the ledger that it is for, and the scheduler's `binding` to it: 0 for the one
+that the epoch began with, one more with each other that took its place. Any other ledger is silent.
+
 Pure.
 """
 
@@ -20,7 +23,7 @@ from msgspec import Meta
 
 from . import limits
 from .codec import Message
-from .ids import Id
+from .ids import Id, MaybeId
 from .vectors import EMPTY, MAX_VECTOR_BYTES, Vector
 
 Hashes = Annotated[bytes, Meta(max_length=MAX_VECTOR_BYTES)]
@@ -52,6 +55,8 @@ class LookupRequest(Message, frozen=True, tag="lookup", kw_only=True):
     token_ids: Vector
     copy_block_us: Annotated[int, Meta(ge=0)] = 0
     recompute_block_us: Annotated[int, Meta(ge=0)] = 0
+    ledger: MaybeId = ""
+    binding: Annotated[int, Meta(ge=0)] = 0
 
 
 class LookupReply(Message, frozen=True, tag="lookup_reply"):
@@ -77,6 +82,8 @@ class LeaseRequest(Message, frozen=True, tag="lease"):
     epoch: int
     number: int
     num_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS)]
+    ledger: MaybeId = ""
+    binding: Annotated[int, Meta(ge=0)] = 0
 
 
 class LeaseReply(Message, frozen=True, tag="lease_reply"):
@@ -125,6 +132,8 @@ class KvDelta(Message, frozen=True, tag="delta"):
     abandoned: Vector = EMPTY
     copied: Vector = EMPTY
     forget: Hashes = b""
+    ledger: MaybeId = ""
+    binding: Annotated[int, Meta(ge=0)] = 0
 
 
 class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
@@ -135,6 +144,8 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
     numbered `closed_through` or lower is closed: what it granted is in here or is not held, and its
     copies have run or never will. host_blocks: slots of the worker's host memory. forget: as in a
     delta, and also what a lost one may have named; in the last part, after all commits.
+    binding: with 0 the ledger keeps what it had cached in this generation, with another only what
+    it has cached under the same.
     """
 
     engine: Id
@@ -151,6 +162,8 @@ class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
     closed_through: int = 0
     host_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS)] = 0
     forget: Hashes = b""
+    ledger: MaybeId = ""
+    binding: Annotated[int, Meta(ge=0)] = 0
 
 
 class KvReportRequest(Message, frozen=True, tag="kv_report"):
@@ -160,6 +173,7 @@ class KvReportRequest(Message, frozen=True, tag="kv_report"):
 
     engine: Id
     max_tenants: Annotated[int, Meta(ge=0, le=limits.MAX_NAMES)] = 10
+    ledger: MaybeId = ""
 
 
 class TenantReport(Message, frozen=True):
@@ -214,6 +228,7 @@ class KvCheckRequest(Message, frozen=True, tag="kv_check"):
     """anyone -> ledger (request/reply): prove the books of one engine now."""
 
     engine: Id
+    ledger: MaybeId = ""
 
 
 class KvCheck(Message, frozen=True, tag="kv_check_reply", kw_only=True):

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from . import limits
 from .codec import Message
-from .ids import Id
+from .ids import Id, MaybeId
 from .sampling import SamplingParams
 from .sequences import Logprobs
 from .vectors import EMPTY, Vector
@@ -43,6 +43,7 @@ class Attached(Message, frozen=True, tag="attached"):
 
     generation: new at each worker start, its KV is empty then. The rest is the shape of the engine.
     host_blocks: slots of host memory below the pool. copy_block_us: measured, 0 where unknown.
+    ledger: the last one that a plan named which this worker ran.
     """
 
     attempt: Id
@@ -55,6 +56,7 @@ class Attached(Message, frozen=True, tag="attached"):
     vocab_size: Annotated[int, Meta(ge=1)]
     host_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS)] = 0
     copy_block_us: Annotated[int, Meta(ge=0)] = 0
+    ledger: MaybeId = ""
 
 
 class LaneJoin(Message, frozen=True, kw_only=True):
@@ -85,6 +87,7 @@ class StepPlan(Message, frozen=True, tag="plan"):
     reset: first plan of an epoch: all lanes of the plans before it are empty.
     copies_out: pairs (block, host slot); copies_in: pairs (host slot, block). They run before the
     step computes, outs first.
+    ledger: whose blocks are filled from this plan on; "" for the same as before.
     """
 
     generation: int
@@ -102,6 +105,7 @@ class StepPlan(Message, frozen=True, tag="plan"):
     append_blocks: Vector = EMPTY
     copies_out: Vector = EMPTY
     copies_in: Vector = EMPTY
+    ledger: MaybeId = ""
 
 
 class LaneLogprobs(Message, frozen=True):

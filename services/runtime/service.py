@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -20,6 +21,7 @@ import nats.errors
 
 from services.contracts import codec
 from services.contracts.beats import Beat
+from services.contracts.ids import MAX_ID_LENGTH
 from services.contracts.limits import BEAT_PERIOD_MS
 from services.contracts.subjects import Subjects
 from services.runtime import failpoints
@@ -35,6 +37,8 @@ CONNECT_RETRY_S: Final = 0.2
 LEAVE_TIMEOUT_S: Final = 3.0
 """What a service takes at most to end what it has begun; below what a supervisor waits for it."""
 COLLECT_AFTER: Final = 50_000
+RUN_CHARS: Final = 9
+"""Of an id, that tell one run of a service from another."""
 
 T = TypeVar("T")
 
@@ -116,6 +120,11 @@ async def _connect(settings: Settings, name: str) -> NatsBus:
                 said = True
             await bus.close()
             await asyncio.sleep(CONNECT_RETRY_S)
+
+
+def run_id(service_id: str) -> str:
+    """An id that only this run has: a service that is started again is another one."""
+    return f"{service_id[: MAX_ID_LENGTH - RUN_CHARS]}-{secrets.token_hex(4)}"
 
 
 def subjects(settings: Settings) -> Subjects:

@@ -266,6 +266,7 @@ class Blocks(Check):
 
     def at_rest(self) -> None:
         core = self.world.scheduler.core
+        self.require(self.world.kv is not None, "the scheduler has no living ledger")
         for ledger in self.world.kv.core.ledgers.values():
             pool = ledger.pool
             states = [*pool._free, *pool._surplus, *pool._cached, *pool._holds]
@@ -294,7 +295,7 @@ class OneView(Check):
     def executes(self, node: Any, plan: StepPlan) -> None:
         blocks_check = self.world.check(Blocks)
         lanes = blocks_check.lanes[node.name]
-        kv = self.world.current("kv_store")
+        kv = self.world.kv
         for ledger in kv.core.ledgers.values() if kv is not None else ():
             same = (ledger.generation, ledger.epoch) == (plan.generation, plan.epoch)
             if not same or ledger.need_snapshot or ledger.next_part:

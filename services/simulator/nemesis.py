@@ -23,6 +23,7 @@ MAX_PAST: Final = 256
 CRASHES_IN_A_LOOP: Final = 5
 HUNG_AFTER_NS: Final = 4 * SECOND_NS
 REPLACED_AFTER_NS: Final = SECOND_NS
+REPLACED: Final = ("scheduler", "admission", "kv_store")
 STALE_MESSAGES: Final = 8
 MAX_LAG_NS: Final = 60 * SECOND_NS
 SPOIL_AGAIN_NS: Final = 50_000_000
@@ -193,7 +194,7 @@ class Nemesis:
         """Another takes the place of a stopped one, which then comes back and knows nothing of
         it.
         """
-        role = self.rng.choice(("scheduler", "admission"))
+        role = self.rng.choice(REPLACED)
         node = self.world.current(role)
         if node is None or node.paused:
             return

@@ -16,6 +16,7 @@ from gpu_worker.executor import EngineShape, Executor
 from gpu_worker.poison import WorkerDied
 from kv_store.core import Asked, KvCore
 from kv_store.core import Reply as KvReply
+from kv_store.core import Superseded as LedgerSuperseded
 from scheduler_svc import events as sched
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
 from scheduler_svc.worker_link import Superseded
@@ -186,12 +187,12 @@ class KvNode(CoreNode):
 
     def __init__(self, world: Any, name: str, host: str, skew: Skew) -> None:
         super().__init__(world, name, host, skew)
-        self.core: KvCore = KvCore("kv-0", self.options.tenant_share)
+        self.core: KvCore = KvCore(name, self.options.tenant_share)
         self._answers: dict[str, Answer] = {}
         self._serial = 0
 
     def begin(self) -> None:
-        self.bus.subscribe(self, "kv", self._hear, queue="kv_store")
+        self.bus.subscribe(self, "kv", self._hear)
         self.hear_beats("scheduler")
         self.beat_forever("kv_store")
 
@@ -203,6 +204,14 @@ class KvNode(CoreNode):
         self._serial += 1
         self._answers[str(self._serial)] = answer
         self.post(Asked(message, str(self._serial)))
+        # What names another ledger is not answered.
+        self._answers.pop(str(self._serial), None)
+
+    def post(self, event: Any) -> None:
+        try:
+            super().post(event)
+        except LedgerSuperseded:
+            self.world.stepped_down(self)
 
     def perform(self, effect: KvReply) -> None:
         is_lookup = isinstance(effect.message, LookupReply)

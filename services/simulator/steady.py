@@ -169,4 +169,5 @@ class _Bench:
             max_num_seqs=self.lanes,
             max_model_len=length,
             vocab_size=VOCAB_SIZE,
+            ledger=self._kv.service_id,
         )

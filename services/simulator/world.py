@@ -258,6 +258,7 @@ class World:
     def stepped_down(self, node: Node) -> None:
         """It has found that another has taken over."""
         self.nemesis.happened["stepped down"] += 1
+        self.nemesis.happened[f"stepped down {node.role}"] += 1
         self._end(node)
 
     def died_of_poison(self, node: Node) -> None:
@@ -294,7 +295,9 @@ class World:
 
     @property
     def kv(self) -> Any:
-        return self._current["kv_store"]
+        """The ledger that the scheduler is bound to; None where it is gone, or there is none."""
+        bound = self.scheduler.core.batch.lease.ledger
+        return next((node for node in self.running() if node.name == bound), None)
 
     @property
     def worker(self) -> Any:

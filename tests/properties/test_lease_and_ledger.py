@@ -75,7 +75,8 @@ class BooksMachine(RuleBasedStateMachine):
     def attach(self) -> None:
         """A new scheduler epoch: nothing is held; what was known stays cached at the ledger."""
         self.epoch += 1
-        self.lease = Lease(Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE), self.low_water)
+        pool = Pool(ENGINE, 1, self.epoch, self.num_blocks, BLOCK_SIZE, ledger="kv-0")
+        self.lease = Lease(pool, self.low_water)
         self.sequences = []
         self.wire: list[bytes] = []
         self.replies: list[bytes] = []

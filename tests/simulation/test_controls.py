@@ -25,6 +25,7 @@ from gpu_worker.mirror import Mirror, Scheduled, Target
 from gpu_worker.shadow import ShadowModel
 from kv_store.block_pool import BlockPool
 from kv_store.content import Entry, WriteBack
+from kv_store.core import KvCore
 from kv_store.host_tier import HostTier
 from kv_store.ledger import Ledger
 from scheduler_svc.batch import Batch
@@ -38,12 +39,12 @@ from services.admission.core import AdmissionCore
 from services.admission.events import Abort, SendFrame
 from services.admission.request_spans import RequestSpans
 from services.contracts.errors import ErrorCode, StreetcarError
-from services.contracts.kv import KvStatus
+from services.contracts.kv import KvStatus, LeaseRequest, LookupRequest
 from services.contracts.step import StepPlan
 from services.contracts.streams import Arrival, StreamReceiver
-from services.simulator import options
+from services.simulator import nemesis, options
 from services.simulator.census import census
-from services.simulator.options import FaultOptions, Options, Strike, crowded
+from services.simulator.options import SECOND_NS, FaultOptions, Options, Strike, crowded
 from services.simulator.phases import Phase
 from services.simulator.world import World
 
@@ -289,8 +290,8 @@ def test_plans_of_any_epoch_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deltas_and_requests_of_any_epoch_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fencing off at the ledger."""
-    monkeypatch.setattr(Ledger, "owns", lambda self, generation, epoch: True)
-    monkeypatch.setattr(Ledger, "status_for", lambda self, generation, epoch: KvStatus.OK)
+    monkeypatch.setattr(Ledger, "owns", lambda self, message: True)
+    monkeypatch.setattr(Ledger, "status_for", lambda self, request: KvStatus.OK)
     while_others_die(monkeypatch, Strike(Phase.LEASED, 3, "crash", ("scheduler",)))
     assert failure() != ""
 
@@ -305,13 +306,34 @@ def test_results_of_any_epoch_are_believed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_ledger_grants_before_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Ledger.status_for
 
-    def broken(self: Ledger, generation: int, epoch: int) -> KvStatus:
-        status = honest(self, generation, epoch)
+    def broken(self: Ledger, request: LookupRequest | LeaseRequest) -> KvStatus:
+        status = honest(self, request)
         return KvStatus.OK if status is KvStatus.NEED_SNAPSHOT else status
 
     monkeypatch.setattr(Ledger, "status_for", broken)
     lost = Strike(Phase.SNAPSHOT, 2, "lose")
     while_others_die(monkeypatch, Strike(Phase.COMMITTED, 5, "crash", ("worker",)), lost)
+    assert failure() != ""
+
+
+def two_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All seeds with a ledger that sleeps while another takes its place."""
+    monkeypatch.setattr(nemesis, "REPLACED", ("kv_store",))
+    faults = FaultOptions(timed=("pause and replace",) * 3, restart_ns=1, hold_ns=SECOND_NS)
+    in_a_crowd(monkeypatch, faults=faults, mean_arrival_ns=200_000_000)
+
+
+def test_two_ledgers_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_ledgers(monkeypatch)
+    assert failure(SOUND_SEEDS) == ""
+
+
+def test_every_ledger_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fencing off between ledgers."""
+    monkeypatch.setattr(KvCore, "_is_named", lambda self, message: True)
+    monkeypatch.setattr(KvCore, "_yield", lambda self, *term: None)
+    monkeypatch.setattr(Ledger, "owns", lambda self, m: self.term[:2] == (m.generation, m.epoch))
+    two_ledgers(monkeypatch)
     assert failure() != ""
 
 

@@ -126,7 +126,7 @@ class FakeAdmission:
 def engine_load(**changes: Any) -> EngineLoad:
     fields: dict[str, Any] = dict.fromkeys(EngineLoad.__struct_fields__, 0)
     fields |= {"model": MODEL, "ready": True, "max_model_len": 512, "num_blocks_total": 100}
-    fields |= {"dp_group": "", "wants_prefill": False}
+    fields |= {"dp_group": "", "wants_prefill": False, "ledger": ""}
     return EngineLoad(**{**fields, **changes})
 
 

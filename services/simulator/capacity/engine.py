@@ -197,6 +197,7 @@ class _Engine:
             vocab_size=len(self.requests) + _STOP_TOKEN + 1,
             host_blocks=options.host_kv_tokens // options.block_size,
             copy_block_us=options.copy_block_us if options.host_kv_tokens else 0,
+            ledger=self.ledger.service_id,
         )
 
     @staticmethod

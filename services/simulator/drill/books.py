@@ -52,7 +52,8 @@ async def read_books(url: str, names: Subjects, engine: str) -> Books:
         deadline = time.monotonic() + QUIET_TIMEOUT_S
         while time.monotonic() < deadline:
             asked_s = time.monotonic()
-            check = await _ask(connection, names.kv_check(engine), engine)
+            question = KvCheckRequest(engine, heard.load.ledger if heard.load else "")
+            check = await _ask(connection, names.kv_check(engine), question)
             while heard.at_s <= asked_s and time.monotonic() < deadline:
                 await asyncio.sleep(_PERIOD_S / 10)
             if check is not None and heard.load is not None:
@@ -65,11 +66,9 @@ async def read_books(url: str, names: Subjects, engine: str) -> Books:
     return books
 
 
-async def _ask(connection: Any, subject: str, engine: str) -> KvCheck | None:
+async def _ask(connection: Any, subject: str, question: KvCheckRequest) -> KvCheck | None:
     try:
-        answer = await connection.request(
-            subject, encode(KvCheckRequest(engine)), timeout=ASK_TIMEOUT_S
-        )
+        answer = await connection.request(subject, encode(question), timeout=ASK_TIMEOUT_S)
         check = Decoder(KvCheck).decode(answer.data)
     except (nats.errors.Error, TimeoutError, WireError):
         return None

@@ -12,7 +12,8 @@ import pytest
 
 from kv_store.service import serve
 from services.cli import kv
-from services.contracts.codec import encode
+from services.contracts.beats import Beat, KvPoolLoad, ServiceKind
+from services.contracts.codec import Decoder, encode
 from services.contracts.kv import KvReport, KvSnapshot, TenantReport
 from services.contracts.subjects import Subjects
 from services.contracts.vectors import pack
@@ -29,10 +30,10 @@ async def _ledger(directory: Path) -> AsyncIterator[str]:
     async with NatsServer(directory) as server:
         settings = load(environ={}, flags={"nats_url": server.url})
         stopping = asyncio.Event()
-        serving = asyncio.create_task(serve(settings, stopping))
         client = await nats.connect(server.url)
-        beats = await client.subscribe(Subjects(PREFIX).beat("kv_store", "kv-0"))
-        await beats.next_msg(timeout=5)
+        beats = await client.subscribe(Subjects(PREFIX).any_beat("kv_store"))
+        serving = asyncio.create_task(serve(settings, stopping))
+        beat = Decoder(Beat).decode((await beats.next_msg(timeout=5)).data)
         snapshot = KvSnapshot(
             engine="engine-0",
             generation=1,
@@ -43,6 +44,7 @@ async def _ledger(directory: Path) -> AsyncIterator[str]:
             block_ids=pack([3, 5]),
             holds=pack([1, 2]),
             host_blocks=4,
+            ledger=beat.service_id,
         )
         await client.publish(Subjects(PREFIX).delta("engine-0"), encode(snapshot))
         await client.close()
@@ -59,15 +61,25 @@ async def test_the_numbers_are_the_ledgers_own(tmp_path: Path) -> None:
         assert (report.num_free, report.num_leased, report.num_cached) == (6, 2, 0)
         (check,) = await kv._checks(url, PREFIX, "engine-0")
         assert (check.fault, check.num_holds) == ("", 3)
-        with pytest.raises(Problem, match="no pool of 'engine-9'"):
+        with pytest.raises(Problem, match="a pool of 'engine-9'"):
             await kv._reports(url, PREFIX, "engine-9")
 
 
 @pytest.mark.nats
 async def test_a_bus_without_a_ledger_is_told(tmp_path: Path) -> None:
     async with NatsServer(tmp_path) as server:
-        with pytest.raises(Problem, match="does not answer"):
+        with pytest.raises(Problem, match="No ledger has a pool"):
             await kv._checks(server.url, PREFIX, "engine-0")
+
+
+def test_of_two_ledgers_with_the_same_pool_the_later_one_is_asked() -> None:
+    def beat(name: str, epoch: int, binding: int) -> Beat:
+        pool = KvPoolLoad("engine-0", 1, epoch, 9, 8, 0, 0, need_snapshot=False, binding=binding)
+        return Beat(ServiceKind.KV_STORE, name, pools=[pool])
+
+    assert kv.ledgers_of([beat("a", 1, 1), beat("b", 1, 0)]) == {"engine-0": "a"}
+    assert kv.ledgers_of([beat("a", 1, 1), beat("b", 2, 0)]) == {"engine-0": "b"}
+    assert kv.ledgers_of([Beat(ServiceKind.KV_STORE, "fresh")]) == {}
 
 
 def test_the_picture_for_a_person() -> None:

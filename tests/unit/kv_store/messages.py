@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kv_store.core import Asked, KvCore
+from services.contracts.beats import Beat, ServiceKind, StreamMark
 from services.contracts.hashing import chain_hashes
 from services.contracts.kv import (
     NO_PARENT,
@@ -19,6 +20,7 @@ from services.contracts.kv import (
     LookupRequest,
 )
 from services.contracts.vectors import pack, unpack
+from tests.unit.fake_admission import engine_load
 
 ENGINE = "engine-0"
 BLOCK_SIZE = 4
@@ -46,13 +48,16 @@ def commits(block_ids: list[int], tokens: list[int], salt: bytes = b"") -> Commi
 
 
 class Peer:
-    """A scheduler epoch as the ledger hears it: numbers its requests and its deltas."""
+    """A scheduler epoch as the ledger hears it: numbers its requests and its deltas. ledger,
+    binding: whom it names in all of them.
+    """
 
     def __init__(
         self, core: KvCore, generation: int = 1, epoch: int = 1, num_blocks: int = 9
     ) -> None:
         self.core = core
         self.generation, self.epoch, self.num_blocks = generation, epoch, num_blocks
+        self.ledger, self.binding = core.service_id, 0
         self.requests = 0
         self.deltas = 0
 
@@ -68,12 +73,18 @@ class Peer:
             "block_ids": pack(held.keys()),
             "holds": pack(held.values()),
             "closed_through": self.requests,
+            "ledger": self.ledger,
+            "binding": self.binding,
         }
         self.core.handle(KvSnapshot(**{**fields, **more}), 0)
 
     def lease(self, count: int, number: int = 0) -> LeaseReply:
         self.requests = max(self.requests, number or self.requests + 1)
-        request = LeaseRequest(ENGINE, self.generation, self.epoch, number or self.requests, count)
+        request = LeaseRequest(
+            *(ENGINE, self.generation, self.epoch, number or self.requests, count),
+            ledger=self.ledger,
+            binding=self.binding,
+        )
         (reply,) = self.core.handle(Asked(request, "inbox"), 0)
         assert reply.reply == "inbox" and isinstance(reply.message, LeaseReply)
         return reply.message
@@ -89,6 +100,8 @@ class Peer:
             salt=salt,
             hashes=b"".join(hashes_of(full, salt)),
             token_ids=pack(full),
+            ledger=self.ledger,
+            binding=self.binding,
         )
         (reply,) = self.core.handle(Asked(request, "inbox"), 0)
         assert isinstance(reply.message, LookupReply)
@@ -116,10 +129,24 @@ class Peer:
                 pack(abandoned or []),
                 pack(copied or []),
                 forget,
+                ledger=self.ledger,
+                binding=self.binding,
             ),
             0,
         )
         self.core.check_invariants()
+
+    def beat(self, delta_number: int, **changes: Any) -> None:
+        """The scheduler's, which names the last delta that it has sent."""
+        load = engine_load(ledger=self.ledger, binding=self.binding)
+        fields = {"service_id": ENGINE, "generation": self.generation, "epoch": self.epoch}
+        beat = Beat(
+            ServiceKind.SCHEDULER,
+            **{**fields, **changes},
+            streams=[StreamMark(ENGINE, delta_number)],
+            engine=load,
+        )
+        assert self.core.handle(beat, 0) == []
 
     def counts(self) -> tuple[int, int, int]:
         """(free, leased, cached)."""

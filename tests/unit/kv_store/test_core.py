@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kv_store.core import KvCore
-from services.contracts.beats import Beat, ServiceKind, StreamMark
 from services.contracts.errors import InvariantError, WireError
 from services.contracts.kv import Commits, KvStatus
 from services.contracts.vectors import pack
@@ -123,15 +124,14 @@ def test_a_beat_that_names_a_higher_delta_proves_a_loss() -> None:
     peer = _bound()
     peer.delta(released=ids(peer.lease(1).block_ids))
 
-    def beat(number: int, epoch: int = 1, service_id: str = ENGINE) -> bool:
-        marks = [StreamMark(ENGINE, number)]
-        peer.core.handle(Beat(ServiceKind.SCHEDULER, service_id, 1, epoch, marks), 0)
+    def wants_snapshot(number: int, **changes: Any) -> bool:
+        peer.beat(number, **changes)
         return peer.core.ledgers[ENGINE].need_snapshot
 
-    assert not beat(1)
-    assert not beat(9, epoch=2)
-    assert not beat(9, service_id="engine-1")
-    assert beat(2)
+    assert not wants_snapshot(1)
+    assert not wants_snapshot(9, epoch=2)
+    assert not wants_snapshot(9, service_id="engine-1")
+    assert wants_snapshot(2)
 
 
 def test_an_abandoned_request_gives_everything_back_once() -> None:
@@ -258,8 +258,7 @@ def test_engines_do_not_touch_each_other() -> None:
     peer = _bound()
     peer.lease(3)
     assert peer.counts() == (5, 3, 0)
-    beat = Beat(ServiceKind.SCHEDULER, "engine-9", 1, 1, [StreamMark("engine-9", 4)])
-    assert peer.core.handle(beat, 0) == []
+    peer.beat(4, service_id="engine-9", epoch=9)
     assert peer.counts() == (5, 3, 0)
 
 

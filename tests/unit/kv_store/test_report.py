@@ -20,13 +20,13 @@ def _peer() -> Peer:
 
 
 def _report(core: KvCore, engine: str = ENGINE, max_tenants: int = 10) -> KvReport:
-    (reply,) = core.handle(Asked(KvReportRequest(engine, max_tenants), "inbox"), 0)
+    (reply,) = core.handle(Asked(KvReportRequest(engine, max_tenants, core.service_id), "inbox"), 0)
     assert isinstance(reply.message, KvReport)
     return reply.message
 
 
 def _check(core: KvCore, engine: str = ENGINE) -> KvCheck:
-    (reply,) = core.handle(Asked(KvCheckRequest(engine), "inbox"), 0)
+    (reply,) = core.handle(Asked(KvCheckRequest(engine, core.service_id), "inbox"), 0)
     assert isinstance(reply.message, KvCheck)
     return reply.message
 

@@ -141,8 +141,8 @@ class Rig:
                 case KvDelta() | KvSnapshot() if self.ledger:
                     self.kv.handle(effect, self.now_ns)
                 case LookupRequest() | LeaseRequest() if self.ledger:
-                    (reply,) = self.kv.handle(Asked(effect, ""), self.now_ns)
-                    replies.append(reply.message)
+                    answers = self.kv.handle(Asked(effect, ""), self.now_ns)
+                    replies += [reply.message for reply in answers]
         # Answers come after all of these effects have reached the ledger, as on the bus.
         for message in replies:
             found += self.handle(message)
@@ -189,7 +189,10 @@ class Rig:
         asked = self.last(Attach)
         self.epoch = max(self.epoch, asked.epoch_seen) + 1
         return self.handle(
-            Attached(attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE)
+            Attached(
+                *(attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE),
+                ledger=self.kv.service_id,
+            )
         )
 
     def run(self, plan: StepPlan, elapsed_us: int = 1000) -> StepResult:
