@@ -279,3 +279,44 @@ async def test_a_scheduler_that_slept_while_another_took_over_changes_nothing(me
                 await second.wait()
         await beats.until(lambda beats: is_quiet(beats) and beats.engine.ready)
         await asyncio.gather(*Streams.start(client, first=700).tasks)
+
+
+async def test_a_kv_store_that_slept_while_another_took_over_goes(mesh: Mesh, cache: Path) -> None:
+    """Fencing: it wakes with the books of before, which nobody believes. The other one leaves, and
+    the supervisor's next one takes over in its turn.
+    """
+    sleeper = mesh.child_pid(MODULES["kv_store"])
+    raw = Path(f"/proc/{sleeper}/environ").read_bytes().decode().split("\0")
+    died = mesh.stderr.count("kv_store   died")
+    async with Client(mesh.nats_url) as client, heartbeats(mesh.nats_url) as beats:
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "kv_store"),
+            env=dict(item.split("=", 1) for item in raw if "=" in item),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            assert second.stdout is not None
+            name = json.loads(await second.stdout.readline())["fields"]["id"]
+            running = Streams.start(client, first=800)
+            await running.until_begun()
+            os.kill(sleeper, signal.SIGSTOP)
+            await beats.until(lambda beats: beats.engine.ledger == name)
+            os.kill(sleeper, signal.SIGCONT)
+            await _until_said(mesh, "kv_store   died", died + 1)
+            await asyncio.gather(*running.tasks)
+            await beats.until(is_quiet)
+            checked = await asyncio.to_thread(
+                lambda: run(
+                    *("kv", "check", "--json"), cwd=mesh.folder, STREETCAR_CACHE_DIR=str(cache)
+                )
+            )
+            assert checked.returncode == 0 and json.loads(checked.stdout)["fault"] == ""
+            second.terminate()
+            await second.wait()
+        finally:
+            if second.returncode is None:
+                second.kill()
+                await second.wait()
+        await beats.until(lambda beats: beats.engine.ready and beats.engine.ledger != name)
+    assert "another ledger has the books of engine-0" in mesh.logs()

@@ -1,5 +1,6 @@
 """A scheduler dies: the ledger kept its committed blocks, and its successor computes none of them
-again. One whose attach is not answered asks again.
+again, but a ledger that was replaced before that has nothing to give any more. One whose attach is
+not answered asks again.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ import itertools
 
 import pytest
 
+from kv_store.core import KvCore
 from scheduler_svc.core import SchedulerConfig, SchedulerCore
+from scheduler_svc.lease import LEASE_RETRY_NS
+from scheduler_svc.owners import BEAT_NS, SUSPECT_NS
 from scheduler_svc.worker_link import ATTACH_RETRY_NS
 from services.contracts import codec
+from services.contracts.beats import Beat, ServiceKind
 from services.contracts.limits import MAX_PAYLOAD_BYTES
 from services.contracts.step import Attach
 from services.simulator.network import Parcel
@@ -62,6 +67,38 @@ def test_a_resubmitted_sequence_finds_its_committed_blocks() -> None:
     assert computed <= len(PROMPT) + len(accepted) - committed * BLOCK, "no block is recomputed"
     assert rig.tokens(1) == answer(PROMPT, 30)
     assert rig.ends(1)[-1].reason == "length"
+
+
+def _hear(rig: Rig, *leaving: str, beating: str) -> None:
+    for name in leaving:
+        rig.handle(Beat(ServiceKind.KV_STORE, name, leaving=True))
+    for _ in range(SUSPECT_NS // BEAT_NS + 1):
+        rig.tick(BEAT_NS)
+        rig.handle(Beat(ServiceKind.KV_STORE, beating))
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_ledger_that_was_replaced_gives_nothing_to_a_new_scheduler(remembers: bool) -> None:
+    """It was never told, its successor is dead, and the scheduler that knew both is dead too: the
+    worker alone knows whose blocks it has filled since. Without that memory the answer is wrong.
+    """
+    rig = Rig(num_blocks=16, block_size=BLOCK)
+    rig.submit("r1", PROMPT, 8)
+    rig.drain()
+    first, rig.kv = rig.kv, KvCore("kv-1")
+    _hear(rig, "kv-0", beating="kv-1")
+    rig.submit("r2", [100 + token for token in PROMPT], 8)
+    rig.drain()
+    rig.kv = first
+    rig.filled_by = rig.filled_by if remembers else "kv-0"
+    rig.ledger = False
+    _successor(rig)
+    _hear(rig, beating="kv-0")
+    rig.ledger = True
+    rig.tick(LEASE_RETRY_NS)
+    rig.submit("r3", PROMPT, 8)
+    rig.drain()
+    assert (rig.tokens(3) == answer(PROMPT, 8)) is remembers
 
 
 class AnswersLost(World):

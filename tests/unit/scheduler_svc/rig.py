@@ -75,7 +75,9 @@ def lanes_of(vector: bytes) -> list[int]:
 
 
 class Rig:
-    """`ledger`: answers lookups and leases at once; without it a test answers them."""
+    """`ledger`: answers lookups and leases at once; without it a test answers them. filled_by: the
+    ledger that the worker remembers.
+    """
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class Rig:
             )
         )
         self.kv = KvCore("kv-0")
+        self.filled_by = self.kv.service_id
         self.ledger = ledger
         self.now_ns = 0
         self.shape = (num_blocks, block_size, max_num_seqs, max_model_len)
@@ -191,12 +194,13 @@ class Rig:
         return self.handle(
             Attached(
                 *(attempt or asked.attempt, self.generation, self.epoch, *self.shape, VOCAB_SIZE),
-                ledger=self.kv.service_id,
+                ledger=self.filled_by,
             )
         )
 
     def run(self, plan: StepPlan, elapsed_us: int = 1000) -> StepResult:
         """Execute `plan` -> its result, which the scheduler has not heard yet."""
+        self.filled_by = plan.ledger or self.filled_by
         scheduled = self.mirror.apply(plan)
         inputs, _ = self.mirror.inputs(scheduled)
         outputs = self.model.execute(inputs)
