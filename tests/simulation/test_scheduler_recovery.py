@@ -72,7 +72,7 @@ def test_a_resubmitted_sequence_finds_its_committed_blocks() -> None:
 def _hear(rig: Rig, *leaving: str, beating: str) -> None:
     for name in leaving:
         rig.handle(Beat(ServiceKind.KV_STORE, name, leaving=True))
-    for _ in range(SUSPECT_NS // BEAT_NS + 1):
+    for _ in range(SUSPECT_NS // BEAT_NS + 2):
         rig.tick(BEAT_NS)
         rig.handle(Beat(ServiceKind.KV_STORE, beating))
 
