@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: greedy, temperature, top-k and top-p, and log-probabilities.
+"""Choosing tokens from logits: greedy, temperature, min-p, top-k, top-p, and log-probabilities.
 
 Invariants: a row's token depends on that row's logits, parameters and uniform number alone; a
 token of the batch is always a valid id; equal logits are ordered by the lower id first.
@@ -23,6 +23,7 @@ def sample_tokens(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     uniforms: torch.Tensor,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token for each row.
 
@@ -31,17 +32,21 @@ def sample_tokens(
     top_k:       (rows) int; 0 or less, or vocab_size and more, means off
     top_p:       (rows) float32 in (0, 1]; 1 means off
     uniforms:    (rows) float32 in (0, 1), one number for each row
+    min_p:       (rows) float32 in [0, 1]; 0 means off, as None does for all
     returns:     (rows) int64
 
-    Top-k keeps the likeliest k, top-p the fewest of those with that share of their mass; the draw
+    Min-p keeps tokens with at least that share of the likeliest one's probability, top-k the
+    likeliest k of those, top-p the fewest of those with that share of their mass; the draw
     is the inverse CDF over the kept tokens in order of id, the first whose cumulative mass passes
     u * (mass kept). The order of id needs no sorted row, on any device.
     """
     tokens = logits.argmax(dim=-1)
+    if min_p is None:
+        min_p = torch.zeros_like(top_p)
     vocab_size = logits.shape[1]
     random_rows = temperature >= MIN_TEMPERATURE
     unlimited = (top_k <= 0) | (top_k >= vocab_size)
-    filtered = random_rows & ~(unlimited & (top_p >= 1.0))
+    filtered = random_rows & ~(unlimited & (top_p >= 1.0) & (min_p <= 0.0))
     plain = torch.nonzero(random_rows & ~filtered).squeeze(1)
     if plain.numel() > 0:
         probabilities = _probabilities(logits[plain], temperature[plain])
@@ -50,7 +55,11 @@ def sample_tokens(
     if chosen.numel() > 0:
         limits = torch.where(unlimited, vocab_size, top_k)[chosen].long()
         tokens[chosen] = _sample_filtered(
-            logits[chosen], temperature[chosen], limits, top_p[chosen], uniforms[chosen]
+            logits[chosen],
+            temperature[chosen],
+            limits,
+            (top_p[chosen], min_p[chosen]),
+            uniforms[chosen],
         )
     return tokens
 
@@ -59,11 +68,15 @@ def _sample_filtered(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     limits: torch.Tensor,
-    top_p: torch.Tensor,
+    shares: tuple[torch.Tensor, torch.Tensor],
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Rows with top-k or top-p on; limits (rows) int64 is top-k made explicit."""
+    """Rows with a filter on; limits (rows) int64 is top-k made explicit, shares (top_p, min_p)."""
+    top_p, min_p = shares
     probabilities = _probabilities(logits, temperature)
+    # Those that min-p keeps are the likeliest so many, as those of top-k are.
+    least = probabilities.amax(dim=1) * min_p
+    limits = torch.minimum(limits, (probabilities >= least.unsqueeze(1)).sum(dim=1))
     keys = _order_keys(logits)
     last, complete = _last_kept(probabilities, keys, limits, top_p, NUM_CANDIDATES)
     rest = torch.nonzero(~complete).squeeze(1)

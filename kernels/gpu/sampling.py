@@ -3,7 +3,8 @@ the rounding of float32 sums.
 
 The kept set of a row is found by bisection over the bits of its logits, which order as the logits
 do: the largest threshold above which there are k tokens, then the largest above which there is the
-mass asked for. Of tokens equal to the threshold the lower ids are kept. The draw is the inverse
+mass asked for. Min-p is a count as well: of the tokens that have their share of the likeliest one's
+mass. Of tokens equal to the threshold the lower ids are kept. The draw is the inverse
 CDF over the kept tokens in order of id.
 
 Invariants: one program to a row, sums in a fixed order: a row's token is the same in any company;
@@ -46,6 +47,19 @@ def _above(logits, size, threshold, peak, inverse, TILE: tl.constexpr):
 
 
 @triton.jit
+def _at_least(logits, size, share, peak, inverse, TILE: tl.constexpr):
+    """How many tokens have at least `share` of the likeliest one's mass."""
+    count = 0
+    for start in range(0, size, TILE):
+        columns = start + tl.arange(0, TILE)
+        inside = columns < size
+        values, _ = _keys(logits, columns, inside)
+        kept = inside & (tl.exp((values - peak) * inverse) >= share)
+        count += tl.sum(kept.to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
 def _threshold(logits, size, least_count, least_mass, peak, inverse, TILE: tl.constexpr):
     """The largest key that so many keys, with so much mass, are not below."""
     low = tl.full([], -2147483648, tl.int64)
@@ -67,6 +81,7 @@ def sample_kernel(
     top_k,
     top_p,
     uniforms,
+    min_p,
     tokens,
     stride,
     size,
@@ -91,7 +106,11 @@ def sample_kernel(
     if heat >= min_temperature:
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
+        least = tl.load(min_p + row)
         inverse = 1.0 / heat
+        if least > 0.0:
+            likely = _at_least(logits, size, least, peak, inverse, TILE)
+            k = tl.where((k > 0) & (k < likely), k, likely)
         threshold = tl.full([], -2147483648, tl.int32)
         ties = size
         if (k > 0) & (k < size):
@@ -152,6 +171,7 @@ def sample_tokens_triton(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     uniforms: torch.Tensor,
+    min_p: torch.Tensor,
     min_temperature: float,
 ) -> torch.Tensor:
     """One token for each row: shapes as in ``kernels.sampling.sample_tokens``; rows of logits may
@@ -166,6 +186,7 @@ def sample_tokens_triton(
             top_k,
             top_p,
             uniforms,
+            min_p,
             tokens,
             logits.stride(0),
             size,

@@ -24,6 +24,8 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """A template may put a role between the marks of a control token; so a role is one of these."""
 
 _PROMPT_FIELDS: Final = ("prompt", "prompt_token_ids", "messages")
+_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS: Final = ("temperature", "top_p", "min_p", *_PENALTIES)
 _REQUEST_FIELDS: Final = tuple(field.name for field in msgspec.structs.fields(GenerateRequest))
 
 
@@ -63,7 +65,7 @@ def check(request: GenerateRequest, limits: ModelLimits) -> None:
     """Refuse what can be refused without tokenising."""
     _check_prompt(request, limits)
     # Comparisons with NaN are false, so bounds alone would let it pass in some encodings.
-    for name in ("temperature", "top_p"):
+    for name in _NUMBERS:
         if not math.isfinite(getattr(request, name)):
             raise _invalid(f"`{name}` must be a finite number")
     _check_token_ids("stop_token_ids", request.stop_token_ids or (), limits.vocab_size)
@@ -91,6 +93,10 @@ def prepare(
         num_prompt_logprobs=(
             NO_LOGPROBS if request.prompt_logprobs is None else request.prompt_logprobs
         ),
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
     )
     return Prepared(max_tokens, sampling, sorted(stop_token_ids), request.stop_strings)
 

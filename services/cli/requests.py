@@ -33,6 +33,10 @@ class RequestOptions:
     temperature: Annotated[float | None, Parameter(help="0: greedy")] = None
     top_p: Annotated[float | None, Parameter(help="nucleus, in (0, 1]")] = None
     top_k: Annotated[int | None, Parameter(help="most likely tokens kept, 0: all")] = None
+    min_p: Annotated[float | None, Parameter(help="least share of the likeliest, 0: off")] = None
+    repetition_penalty: Annotated[float | None, Parameter(help="1: off")] = None
+    presence_penalty: Annotated[float | None, Parameter(help="-2 to 2, 0: off")] = None
+    frequency_penalty: Annotated[float | None, Parameter(help="-2 to 2, 0: off")] = None
     seed: Annotated[int | None, Parameter(help="makes a sampled answer repeatable")] = None
     stop: Annotated[list[str] | None, Parameter(help="text that ends the answer")] = None
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from . import limits
 from .errors import ErrorCode, RequestError
 from .ids import Id
+from .sampling import Penalty
 
 
 class Encoding(StrEnum):
@@ -83,6 +84,7 @@ class GenerateRequest(_Request, frozen=True):
 
     max_tokens: new tokens at most; absent means all the room that the model length leaves.
     top_k: -1, 0 and anything not below the vocabulary mean off.
+    min_p, repetition_penalty, presence_penalty, frequency_penalty: as in `SamplingParams`.
     seed: drawn by admission where absent; who may retry draws it, so that the retry is the same
     request.
     priority: lower is more urgent. deadline_ms: from arrival; the request then ends with
@@ -100,6 +102,10 @@ class GenerateRequest(_Request, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=limits.MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKEN_ID)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=limits.MAX_REPETITION_PENALTY)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: Annotated[int, Meta(ge=-limits.MAX_SEED - 1, le=limits.MAX_SEED)] | None = None
     stop: (
         Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_CHARS)]

@@ -31,10 +31,11 @@ COMPLETION_MAX_TOKENS: Final = 16
 
 PASSED: Final = (
     *("max_tokens", "temperature", "top_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
     *("top_k", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
     *("cache_salt", "priority", "prompt_logprobs", "deadline_ms"),
 )
-"""Fields that mean the same in the public interface; the last eight are vLLM's and our own."""
+"""Fields that mean the same in the public interface; vLLM's and our own among them."""
 
 IGNORED: Final = frozenset(
     {
@@ -49,17 +50,13 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "audio": (None,),
     "continue_final_message": (None, False),
     "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
     "logit_bias": (None, {}),
-    "min_p": (None, 0),
     "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),

@@ -62,6 +62,33 @@ def test_case_21_top_k_with_top_p() -> None:
     assert set(draw(logits, 1.0, 64, 0.95, GRID)) == {125, 126, 127}
 
 
+@pytest.mark.parametrize("top_k, top_p, kept", [(0, 1.0, 4), (3, 1.0, 3), (0, 0.6, 2)])
+def test_min_p_leaves_out_what_is_far_from_the_likeliest(
+    top_k: int, top_p: float, kept: int
+) -> None:
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04]).log()
+    rows = len(GRID)
+    tokens = sample_tokens(
+        logits.expand(rows, -1),
+        torch.ones(rows),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+        GRID,
+        # 0.05 of all is left out, 0.06 is not.
+        torch.full((rows,), 0.11),
+    )
+    assert sorted(set(tokens.tolist())) == list(range(kept))
+
+
+def test_min_p_of_many_tokens_looks_past_the_candidates() -> None:
+    flat = torch.zeros(2, 2 * NUM_CANDIDATES)
+    ones = torch.ones(2)
+    none = torch.zeros(2, dtype=torch.int32)
+    ends = torch.tensor([0.0001, 0.9999])
+    tokens = sample_tokens(flat, ones, none, ones, ends, ones)
+    assert tokens.tolist() == [0, 2 * NUM_CANDIDATES - 1]
+
+
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (0, 0.8), (5, 0.8)])
 def test_frequencies_follow_the_distribution(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5, -1.0, 0.5, 1.5])

@@ -15,8 +15,8 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.gpu import attention, linear, quantise_fp8, rms_norm, rope_write_kv, sampling
-from kernels.gpu import silu_mul
+from kernels.gpu import attention, linear, penalties, quantise_fp8, rms_norm, rope_write_kv
+from kernels.gpu import sampling, silu_mul
 
 X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
@@ -55,9 +55,12 @@ KERNELS = {
         x=X, weight=X, out=X, x_stride="i64", weight_stride="i64", num_rows="i32",
         in_features="i32", out_features="i32",
     ), dict(TILE_ROWS=32, TILE_OUT=128, TILE_IN=64)),
+    "penalties": (penalties.penalties_kernel, dict(
+        logits=F, rows=I, token_ids=I, counts=I, factors=F, stride="i64", num_entries="i32",
+    ), dict(ENTRIES=256)),
     "sampling": (sampling.sample_kernel, dict(
-        logits=F, temperature=F, top_k=I, top_p=F, uniforms=F, tokens=L, stride="i64", size="i32",
-        min_temperature="fp32",
+        logits=F, temperature=F, top_k=I, top_p=F, uniforms=F, min_p=F, tokens=L,
+        stride="i64", size="i32", min_temperature="fp32",
     ), dict(TILE=4096)),
 }
 for name, (function, signature, sizes) in KERNELS.items():
@@ -88,7 +91,7 @@ def test_they_compile() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 10
+    assert len(built) == 11
     for name, size, shared in built:
         assert int(size) > 1000, name
         assert int(shared) <= SHARED_BYTES, name

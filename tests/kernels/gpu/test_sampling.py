@@ -12,7 +12,12 @@ GRID = torch.tensor([0.001, 0.21, 0.5, 0.83, 0.999])
 
 
 def both(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, uniforms: torch.Tensor
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    uniforms: torch.Tensor,
+    min_p: float = 0.0,
 ) -> tuple[list[int], list[int]]:
     rows = uniforms.shape[0]
     arguments = (
@@ -21,6 +26,7 @@ def both(
         torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p),
         uniforms,
+        torch.full((rows,), min_p),
     )
     got = sample_tokens_triton(*arguments, MIN_TEMPERATURE)
     return got.tolist(), sample_tokens(*arguments).tolist()
@@ -31,6 +37,14 @@ def both(
 def test_it_is_the_reference(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(50) * 2
     got, expected = both(logits, temperature, top_k, top_p, GRID)
+    assert got == expected
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.4, 1.0])
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (3, 0.8)])
+def test_min_p_is_the_reference(min_p: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(50) * 2
+    got, expected = both(logits, 0.8, top_k, top_p, GRID, min_p)
     assert got == expected
 
 
@@ -49,6 +63,7 @@ def test_more_tokens_than_a_tile_and_strided_rows() -> None:
         torch.tensor([40, 0], dtype=torch.int32),
         torch.tensor([0.95, 1.0]),
         torch.tensor([0.4, 0.4]),
+        torch.tensor([0.0, 0.0]),
     )
     got = sample_tokens_triton(*arguments, MIN_TEMPERATURE)
     assert got.tolist() == sample_tokens(*arguments).tolist()
@@ -63,5 +78,7 @@ def test_the_ends_of_the_uniform_stay_inside_the_kept_set() -> None:
 
 def test_no_rows() -> None:
     none = torch.zeros(0)
-    tokens = sample_tokens_triton(torch.zeros(0, 8), none, none.int(), none, none, MIN_TEMPERATURE)
+    tokens = sample_tokens_triton(
+        torch.zeros(0, 8), none, none.int(), none, none, none, MIN_TEMPERATURE
+    )
     assert tokens.shape == (0,)
