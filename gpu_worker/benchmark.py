@@ -301,6 +301,7 @@ def _decode_step(runner: ModelRunner, lanes: int, context: int, blocks: int) -> 
         temperature=np.zeros(lanes, dtype=np.float32),
         top_p=np.ones(lanes, dtype=np.float32),
         top_k=np.zeros(lanes, dtype=np.int32),
+        min_p=np.zeros(lanes, dtype=np.float32),
         seed=np.zeros(lanes, dtype=np.uint64),
         position=np.full(lanes, context, dtype=np.int64),
         num_logprobs=np.full(lanes, -1, dtype=np.int32),

@@ -181,6 +181,7 @@ def _no_sampling() -> SamplingBatch:
         temperature=np.zeros(0, dtype=np.float32),
         top_p=np.zeros(0, dtype=np.float32),
         top_k=np.zeros(0, dtype=np.int32),
+        min_p=np.zeros(0, dtype=np.float32),
         seed=np.zeros(0, dtype=np.uint64),
         position=np.zeros(0, dtype=np.int64),
         num_logprobs=np.zeros(0, dtype=np.int32),

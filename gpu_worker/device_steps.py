@@ -110,7 +110,13 @@ class DeviceSteps:
             batch = batch.with_input_ids(torch.where(lanes >= 0, known, batch.input_ids))
         hidden = self._model.forward(batch, self._cache)
         logits = self._model.logits(hidden.index_select(0, step.logits_rows))
-        tokens, finite = self._operations.sample(logits, step.draws)
+        scores = logits
+        if step.penalties is not None:
+            # In float32: a small penalty is less than a step of bfloat16. The log-probabilities are
+            # those of the logits as they were.
+            scores = logits.to(torch.float32, copy=True)
+            self._operations.penalise(scores, *step.penalties)
+        tokens, finite = self._operations.sample(scores, step.draws)
         if step.output_lanes is not None:
             self._last_tokens.index_copy_(0, step.output_lanes.long(), tokens)
         return Computed(hidden, logits, torch.stack((tokens, finite.long())))

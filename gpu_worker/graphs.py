@@ -44,6 +44,7 @@ def is_all_decodes(inputs: StepInputs) -> bool:
     return (
         inputs.num_decodes == num_seqs == inputs.logits_rows.shape[0]
         and not inputs.prompt_logprobs
+        and inputs.penalties is None
         and bool((inputs.logits_rows == np.arange(num_seqs)).all())
     )
 
@@ -79,6 +80,7 @@ def pad_decodes(inputs: StepInputs, size: int, no_lane: int) -> StepInputs:
             temperature=pad(sampling.temperature, 0),
             top_p=pad(sampling.top_p, 1),
             top_k=pad(sampling.top_k, 0),
+            min_p=pad(sampling.min_p, 0),
             seed=pad(sampling.seed, 0),
             position=pad(sampling.position, 0),
             num_logprobs=pad(sampling.num_logprobs, NO_LOGPROBS),

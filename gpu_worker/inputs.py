@@ -38,6 +38,7 @@ class SamplingBatch:
     temperature:  (S) float32; 0 is greedy
     top_p:        (S) float32 in (0, 1]; 1 is off
     top_k:        (S) int32; 0 or less is off
+    min_p:        (S) float32 in [0, 1]; 0 is off
     seed:         (S) uint64
     position:     (S) int64 - absolute position of the token to be sampled
     num_logprobs: (S) int32 - likeliest tokens to report beside the sampled one; -1 reports nothing
@@ -46,9 +47,24 @@ class SamplingBatch:
     temperature: Float32s
     top_p: Float32s
     top_k: Int32s
+    min_p: Float32s
     seed: UInt64s
     position: Int64s
     num_logprobs: Int32s
+
+
+class PenaltyBatch(NamedTuple):
+    """Tokens that sampled rows with penalties have already: see ``kernels.penalties``.
+
+    rows:      (n) int32, of ``logits_rows``
+    token_ids: (n) int32; counts: (n) int32, in the output
+    factors:   (S, 3) float32 - repetition, presence and frequency of every row
+    """
+
+    rows: Int32s
+    token_ids: Int32s
+    counts: Int32s
+    factors: Float32s
 
 
 class PromptLogprobRequest(NamedTuple):
@@ -101,6 +117,7 @@ class StepInputs:
     input_lanes:     (T) int32, or None for no such token: the lane whose last sampled token is fed
                      in place of input_ids, which the host does not know yet; -1 for the others
     output_lanes:    (S) int32, or None: the lane that keeps each sampled token for that
+    penalties:       None where no row has any; else all tokens are known, and input_lanes is None
     """
 
     input_ids: Int32s
@@ -115,6 +132,7 @@ class StepInputs:
     prompt_logprobs: tuple[PromptLogprobRequest, ...] = ()
     input_lanes: Int32s | None = None
     output_lanes: Int32s | None = None
+    penalties: PenaltyBatch | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

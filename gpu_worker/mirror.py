@@ -15,7 +15,14 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.inputs import CopyLists, PromptLogprobRequest, SamplingBatch, StepInputs
+from gpu_worker.inputs import (
+    CopyLists,
+    PenaltyBatch,
+    PromptLogprobRequest,
+    SamplingBatch,
+    StepInputs,
+)
+from gpu_worker.token_counts import TokenCounts
 from services.contracts.errors import InvariantError
 from services.contracts.step import LaneJoin, StepPlan
 from services.contracts.vectors import Int32Array, unpack
@@ -70,6 +77,8 @@ class Mirror:
         self.host_blocks = host_blocks
         self.max_model_len = max_model_len
         self.rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
+        # Of lanes with penalties alone.
+        self._counts: dict[int, TokenCounts] = {}
 
     # ---- the plan
 
@@ -78,9 +87,11 @@ class Mirror:
         rows = self.rows
         if plan.reset:
             rows.active[:] = False
+            self._counts.clear()
         for lane in self._lanes(plan.leave).tolist():
             _require(bool(rows.active[lane]), f"lane {lane} leaves but is empty")
             rows.active[lane] = False
+            self._counts.pop(lane, None)
         for join in plan.join:
             self._join(join)
         lanes, blocks = unpack(plan.append_lanes), unpack(plan.append_blocks)
@@ -117,6 +128,8 @@ class Mirror:
         # Behind a lane's own blocks the table must read as the null block.
         rows.block_table[lane] = 0
         rows.set_sampling(lane, join.sampling)
+        if join.sampling.penalises:
+            self._counts[lane] = TokenCounts(token_ids, join.num_prompt_tokens)
         for block_id in block_ids.tolist():
             self._append_block(lane, block_id)
 
@@ -203,13 +216,29 @@ class Mirror:
                 temperature=rows.temperature[sampled_lanes],
                 top_p=rows.top_p[sampled_lanes],
                 top_k=rows.top_k[sampled_lanes],
+                min_p=rows.min_p[sampled_lanes],
                 seed=rows.seed[sampled_lanes],
                 position=rows.tokens[sampled_lanes].astype(np.int64),
                 num_logprobs=rows.num_logprobs[sampled_lanes],
             ),
             prompt_logprobs=tuple(requests),
+            penalties=self._penalties(sampled_lanes) if self._counts else None,
         )
         return inputs, targets
+
+    def _penalties(self, lanes: Indices) -> PenaltyBatch | None:
+        """What the sampled lanes with penalties have already."""
+        held = [row for row, lane in enumerate(lanes.tolist()) if lane in self._counts]
+        if not held:
+            return None
+        columns = [self._counts[int(lanes[row])].columns() for row in held]
+        sizes = [len(token_ids) for token_ids, _ in columns]
+        return PenaltyBatch(
+            rows=np.repeat(np.array(held, dtype=np.int32), sizes),
+            token_ids=np.concatenate([token_ids for token_ids, _ in columns]),
+            counts=np.concatenate([counts for _, counts in columns]),
+            factors=self.rows.penalties[lanes],
+        )
 
     def _tokens(self, scheduled: Scheduled) -> tuple[Int32Array, Indices, Int32Array]:
         """cu_seqlens_q int32 [B + 1]; lane and position int32 of each of the T packed tokens."""
@@ -263,6 +292,10 @@ class Mirror:
         fits = at < self.max_model_len
         rows.token_ids[lanes[fits], at[fits]] = token_ids[fits]
         rows.tokens[lanes] = at + 1
+        if self._counts:
+            for lane, token_id in zip(lanes.tolist(), token_ids.tolist(), strict=True):
+                if lane in self._counts:
+                    self._counts[lane].add(token_id)
 
 
 def _require(condition: bool, message: str) -> None:

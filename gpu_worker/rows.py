@@ -13,7 +13,8 @@ from services.contracts.sampling import SamplingParams
 
 class Rows:
     """active bool [L]; tokens, computed, prompt_tokens, num_blocks int32 [L]; token_ids int32 [L,
-    max_model_len]; block_table int32 [L, P]; the rest [L] of the sampler's types.
+    max_model_len]; block_table int32 [L, P]; penalties float32 [L, 3]; the rest
+    [L] of the sampler's types.
     """
 
     def __init__(self, num_lanes: int, max_model_len: int, max_blocks: int) -> None:
@@ -28,6 +29,8 @@ class Rows:
         self.temperature: Float32s = np.zeros(num_lanes, dtype=np.float32)
         self.top_p: Float32s = np.ones(num_lanes, dtype=np.float32)
         self.top_k: Int32s = np.zeros(num_lanes, dtype=np.int32)
+        self.min_p: Float32s = np.zeros(num_lanes, dtype=np.float32)
+        self.penalties: Float32s = np.zeros((num_lanes, 3), dtype=np.float32)
         self.seed: UInt64s = np.zeros(num_lanes, dtype=np.uint64)
         self.num_logprobs: Int32s = np.full(num_lanes, -1, dtype=np.int32)
         self.num_prompt_logprobs: Int32s = np.full(num_lanes, -1, dtype=np.int32)
@@ -36,6 +39,12 @@ class Rows:
         self.temperature[lane] = sampling.temperature
         self.top_p[lane] = sampling.top_p
         self.top_k[lane] = sampling.top_k
+        self.min_p[lane] = sampling.min_p
+        self.penalties[lane] = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
         self.seed[lane] = sampling.seed
         self.num_logprobs[lane] = sampling.num_logprobs
         self.num_prompt_logprobs[lane] = sampling.num_prompt_logprobs

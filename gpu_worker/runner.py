@@ -314,6 +314,7 @@ def _blank_sampling(num_rows: int, temperature: float, position: int) -> Samplin
         temperature=np.full(num_rows, temperature, dtype=np.float32),
         top_p=np.full(num_rows, 0.9, dtype=np.float32),
         top_k=np.full(num_rows, 50, dtype=np.int32),
+        min_p=np.zeros(num_rows, dtype=np.float32),
         seed=np.ones(num_rows, dtype=np.uint64),
         position=np.full(num_rows, position, dtype=np.int64),
         num_logprobs=np.full(num_rows, NO_LOGPROBS, dtype=np.int32),

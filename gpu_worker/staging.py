@@ -37,6 +37,7 @@ COLUMNS = (
     ("top_k", torch.int32),
     ("top_p", torch.float32),
     ("uniforms", torch.float32),
+    ("min_p", torch.float32),
 )
 """In the order of the buffer: eight bytes first, so that they begin at a multiple of eight."""
 
@@ -46,6 +47,7 @@ class StepTensors(NamedTuple):
 
     logits_rows:  (S) int32
     input_lanes:  (T) int32 or None, output_lanes: (S) int32 or None: see ``StepInputs``
+    penalties:    the tensors of ``PenaltyBatch``, or None
     """
 
     batch: PackedBatch
@@ -53,6 +55,7 @@ class StepTensors(NamedTuple):
     draws: Draws
     input_lanes: torch.Tensor | None
     output_lanes: torch.Tensor | None
+    penalties: tuple[torch.Tensor, ...] | None
 
 
 def view_inputs(inputs: StepInputs) -> StepTensors:
@@ -68,7 +71,7 @@ def view_inputs(inputs: StepInputs) -> StepTensors:
     columns["input_lanes"] = _optional(inputs.input_lanes)
     columns["output_lanes"] = _optional(inputs.output_lanes)
     sampling = inputs.sampling
-    for name in ("temperature", "top_k", "top_p"):
+    for name in ("temperature", "top_k", "top_p", "min_p"):
         columns[name] = torch.from_numpy(getattr(sampling, name))
     columns["uniforms"] = torch.from_numpy(draw_uniforms(sampling))
     return _step(columns, inputs)
@@ -92,7 +95,12 @@ def _step(columns: dict[str, Any], inputs: StepInputs) -> StepTensors:
     )
     draws = Draws(*(columns[name] for name in Draws._fields))
     lanes = columns["input_lanes"], columns["output_lanes"]
-    return StepTensors(batch, columns["logits_rows"], draws, *lanes)
+    penalties = None
+    if inputs.penalties is not None:
+        # In few steps, so they have no place in the buffer.
+        device = batch.input_ids.device
+        penalties = tuple(torch.from_numpy(column).to(device) for column in inputs.penalties)
+    return StepTensors(batch, columns["logits_rows"], draws, *lanes, penalties)
 
 
 class Staging:
@@ -155,6 +163,7 @@ class Staging:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
             "input_lanes": _or_all(inputs.input_lanes, inputs.input_ids, -1),
             "output_lanes": _or_all(inputs.output_lanes, inputs.logits_rows, self._no_lane),
         }

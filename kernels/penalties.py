@@ -22,8 +22,8 @@ def apply_penalties(
     """Lower the logits of tokens that are there already.
 
     logits:    (num_rows, vocab_size) float32, in place
-    rows:      (n) int64 - the row of each entry
-    token_ids: (n) int64 - a token of the prompt or the output; named once for each row
+    rows:      (n) int32|int64 - the row of each entry
+    token_ids: (n) int32|int64 - a token of the prompt or the output; named once for each row
     counts:    (n) int32 - how often it stands in the output
     factors:   (num_rows, 3) float32 - repetition, presence and frequency; 1, 0 and 0 are off
 
@@ -31,6 +31,7 @@ def apply_penalties(
     penalty is subtracted if the token stands in the output, and the frequency penalty as often as
     it does.
     """
+    rows, token_ids = rows.long(), token_ids.long()
     repetition, presence, frequency = factors[rows].unbind(1)
     held = logits[rows, token_ids]
     held = torch.where(held > 0, held / repetition, held * repetition)

@@ -24,6 +24,7 @@ from kernels.linear import make_linear
 from kernels.linear_fp8 import Fp8Linear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
+from kernels.penalties import apply_penalties
 from kernels.quantise import QuantisedRows
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope_write_kv import rope_write_kv
@@ -64,6 +65,7 @@ class Draws(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     uniforms: torch.Tensor
+    min_p: torch.Tensor
 
 
 class Operations(Protocol):
@@ -114,6 +116,11 @@ class Operations(Protocol):
         into: QuantisedRows | None,
     ) -> torch.Tensor:
         """Causal self-attention: (num_tokens, num_heads, head_dim)."""
+
+    def penalise(self, logits: torch.Tensor, *entries: torch.Tensor) -> None:
+        """Lower the logits of tokens that are there already, in place; entries: see
+        ``gpu_worker.inputs.PenaltyBatch``.
+        """
 
     def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """(S) int64 tokens, 0 where a logit is NaN or infinite, and (S) bool, whether none is."""
@@ -208,6 +215,9 @@ class HostOperations:
             into=into,
         )
 
+    def penalise(self, logits: torch.Tensor, *entries: torch.Tensor) -> None:
+        apply_penalties(logits, *entries)
+
     def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, finite = greedy_tokens(logits, self._native)
         drawn = torch.nonzero(draws.temperature).squeeze(1)
@@ -233,13 +243,22 @@ class TritonOperations:
 
     def __init__(self, quantization: str = "none", invariant: bool = False) -> None:
         # Imported here: triton is there only where a GPU is, or the tests are.
-        from kernels.gpu import linear, quantise_fp8, rms_norm, rope_write_kv, sampling, silu_mul
+        from kernels.gpu import (
+            linear,
+            penalties,
+            quantise_fp8,
+            rms_norm,
+            rope_write_kv,
+            sampling,
+            silu_mul,
+        )
 
         self._is_fp8 = quantization == "fp8"
         self._quantise = quantise_fp8.quantise_rows_triton
         self._invariant = invariant
         self._fixed = linear.TritonLinear if invariant else None
         self._norm = rms_norm.rms_norm_triton
+        self._penalise = penalties.apply_penalties_triton
         self._rope = rope_write_kv.rope_write_kv_triton
         self._sample = sampling.sample_tokens_triton
         self._silu = silu_mul.silu_mul_triton
@@ -304,6 +323,9 @@ class TritonOperations:
             backend="triton",
             out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
         )
+
+    def penalise(self, logits: torch.Tensor, *entries: torch.Tensor) -> None:
+        self._penalise(logits, *entries)
 
     def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         finite = torch.isfinite(logits).all(dim=-1)

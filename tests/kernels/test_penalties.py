@@ -7,8 +7,8 @@ from kernels.penalties import apply_penalties
 
 def entries(tokens: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of (row, token, count)."""
-    rows, ids, counts = torch.tensor(tokens).unbind(1)
-    return rows, ids, counts.int()
+    rows, ids, counts = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
+    return rows, ids, counts
 
 
 FACTORS = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.5, 0.25], [1.0, 0.0, 0.0], [0.5, -1.0, 0.0]])

@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu_worker.inputs import SamplingBatch, StepInputs, StepOutputs, TokenLogprobs
+from gpu_worker.inputs import (
+    PenaltyBatch,
+    SamplingBatch,
+    StepInputs,
+    StepOutputs,
+    TokenLogprobs,
+)
 from gpu_worker.runner import ModelRunner
+from gpu_worker.token_counts import TokenCounts
 
 
 @dataclass(eq=False)
@@ -24,6 +31,8 @@ class Lane:
     temperature: float = 0.0
     seed: int = 0
     num_logprobs: int = -1
+    factors: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    num_prompt: int = 0
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
@@ -114,6 +123,7 @@ def step_inputs(
         num_decodes=sum(count == 1 for _, count in planned),
         logits_rows=np.array([boundaries[i + 1] - 1 for i, _ in sampled], dtype=np.int32),
         sampling=sampling_batch(lanes),
+        penalties=penalty_batch(lanes),
     )
 
 
@@ -122,7 +132,24 @@ def sampling_batch(lanes: list[Lane]) -> SamplingBatch:
         temperature=np.array([lane.temperature for lane in lanes], dtype=np.float32),
         top_p=np.ones(len(lanes), dtype=np.float32),
         top_k=np.zeros(len(lanes), dtype=np.int32),
+        min_p=np.zeros(len(lanes), dtype=np.float32),
         seed=np.array([lane.seed for lane in lanes], dtype=np.uint64),
         position=np.array([len(lane.tokens) for lane in lanes], dtype=np.int64),
         num_logprobs=np.array([lane.num_logprobs for lane in lanes], dtype=np.int32),
+    )
+
+
+def penalty_batch(lanes: list[Lane]) -> PenaltyBatch | None:
+    held = [row for row, lane in enumerate(lanes) if lane.factors != (1.0, 0.0, 0.0)]
+    if not held:
+        return None
+    columns = []
+    for row in held:
+        tokens = np.array(lanes[row].tokens, dtype=np.int32)
+        columns.append(TokenCounts(tokens, lanes[row].num_prompt).columns())
+    return PenaltyBatch(
+        rows=np.repeat(np.array(held, dtype=np.int32), [len(ids) for ids, _ in columns]),
+        token_ids=np.concatenate([ids for ids, _ in columns]),
+        counts=np.concatenate([counts for _, counts in columns]),
+        factors=np.array([lane.factors for lane in lanes], dtype=np.float32),
     )

@@ -41,6 +41,47 @@ def greedy(tiny: Tiny, prompt: list[int], num_tokens: int) -> list[int]:
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], list(range(20, 50)), [90, 1, 90]]
 
 
+def penalised(tiny: Tiny, prompt: list[int], num_tokens: int, factors: list[float]) -> list[int]:
+    """Greedy tokens with repetition, presence and frequency penalties, one by one."""
+    repetition, presence, frequency = factors
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        logits = reference_logits(tiny, tokens)[-1].astype(float)
+        for token in set(tokens):
+            logits[token] *= repetition if logits[token] <= 0 else 1 / repetition
+            count = tokens[len(prompt) :].count(token)
+            logits[token] -= presence * (count > 0) + frequency * count
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("operations", ["auto", "torch"])
+def test_penalties_are_those_of_each_lane_whatever_the_batch_and_where_it_joined(
+    tiny_gguf: Path, operations: str
+) -> None:
+    tiny = Tiny()
+    runner = load(tiny_gguf, operations=operations)
+    wanted = [[1.3, 0.0, 0.0], [1.0, 0.6, 0.0], [1.0, 0.0, 0.4], [1.0, 0.0, 0.0]]
+    expected = [
+        penalised(tiny, prompt, 12, factors)
+        for prompt, factors in zip(PROMPTS, wanted, strict=True)
+    ]
+    assert expected[:3] != [greedy(tiny, prompt, 12) for prompt in PROMPTS[:3]]
+    for known in (0, 5):
+        # With 5 known tokens a lane joins as after a preemption, or at a new worker.
+        lanes = [
+            Lane(
+                [*prompt, *answer[:known]],
+                12 - known,
+                factors=(factors[0], factors[1], factors[2]),
+                num_prompt=len(prompt),
+            )
+            for prompt, answer, factors in zip(PROMPTS, expected, wanted, strict=True)
+        ]
+        Driver(runner, 3 if known else 64).run(lanes)
+        assert [lane.generated for lane in lanes] == [answer[known:] for answer in expected]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("factors", [None, [1.0, 1.0, 4.0, 8.0]])
 @pytest.mark.parametrize("budget", [3, 64])

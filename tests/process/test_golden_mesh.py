@@ -129,9 +129,10 @@ async def test_large_steps_with_forced_preemptions_then_hits(
 async def test_case_22_a_seed_gives_the_same_tokens_alone_and_among_neighbours(
     small_steps_mesh: Mesh,
 ) -> None:
-    """Draws depend on (seed, position) only (vLLM issue 51226)."""
+    """Draws depend on (seed, position) only (vLLM issue 51226), penalties on the own tokens."""
     sampled = {"max_tokens": 16, "ignore_eos": True, "temperature": 0.8, "top_p": 0.95}
-    seeded = {"prompt": "One two three", "seed": 42, **sampled}
+    penalties = {"min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.5}
+    seeded = {"prompt": "One two three", "seed": 42, **sampled, **penalties}
     async with Client(small_steps_mesh.nats_url) as client:
         alone = await ask(client, **seeded)
         runs = []
@@ -143,8 +144,9 @@ async def test_case_22_a_seed_gives_the_same_tokens_alone_and_among_neighbours(
             )
             runs.append(together)
         other = await ask(client, **(seeded | {"seed": 43}))
+        unlike = await ask(client, **(seeded | {"frequency_penalty": -2.0}))
     assert all(together[1].token_ids == alone.token_ids for together in runs)
-    assert other.token_ids != alone.token_ids
+    assert other.token_ids != alone.token_ids != unlike.token_ids
     assert len({tuple(together[0].token_ids) for together in runs}) > 1, "no seed means a new one"
 
 

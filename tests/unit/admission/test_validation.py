@@ -79,7 +79,9 @@ def test_case_43_hopeless_text_is_refused_before_tokenising() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"]
+)
 def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
     payload = msgpack.packb({"prompt": "a", name: value})
     with pytest.raises(RequestError, match=name) as caught:

@@ -165,7 +165,7 @@ def test_s05_numbers_end_where_the_bound_says(leaf: Leaf) -> None:
         assert not _passes(leaf.path, value)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "frequency_penalty"])
 def test_s05_only_finite_numbers(name: str) -> None:
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(RequestError):

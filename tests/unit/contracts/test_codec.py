@@ -97,6 +97,10 @@ def test_bounds_hold_on_the_wire(good: codec.Message, bad: codec.Message) -> Non
         SamplingParams(top_p=1.5),
         SamplingParams(top_k=-1),
         SamplingParams(num_logprobs=21),
+        SamplingParams(min_p=1.5),
+        SamplingParams(repetition_penalty=0.0),
+        SamplingParams(presence_penalty=-2.5),
+        SamplingParams(frequency_penalty=2.5),
     ],
 )
 def test_sampling_is_bounded_where_it_crosses(sampling: SamplingParams) -> None:

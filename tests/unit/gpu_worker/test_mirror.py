@@ -153,6 +153,37 @@ def test_sampling_follows_the_lane() -> None:
     assert sampling.position.tolist() == [1, 2]
 
 
+def _penalties(lanes: Mirror, scheduled: Scheduled) -> dict[int, dict[int, int]]:
+    """Counts by row and token, of what the sampled rows have."""
+    batch = lanes.inputs(scheduled)[0].penalties
+    assert batch is not None
+    found: dict[int, dict[int, int]] = {}
+    for row, token, count in zip(batch.rows, batch.token_ids, batch.counts, strict=True):
+        found.setdefault(int(row), {})[int(token)] = int(count)
+    return found
+
+
+def test_penalties_count_the_lanes_that_ask_and_a_lane_that_comes_back() -> None:
+    lanes = mirror()
+    asked = {"presence_penalty": 0.5, "repetition_penalty": 1.25}
+    joins = [join(0, [3], [1]), join(2, [7, 7, 8], [2], **asked)]
+    scheduled = step(lanes, plan(joins=joins, chunks={0: 1, 2: 3}), 8)
+    assert scheduled.sampled_lanes.tolist() == [0, 2]
+    scheduled = lanes.apply(plan(2))
+    assert _penalties(lanes, scheduled) == {1: {7: 0, 8: 1}}
+    batch = lanes.inputs(scheduled)[0].penalties
+    assert batch is not None and batch.factors.tolist() == [[1.0, 0.0, 0.0], [1.25, 0.5, 0.0]]
+    lanes.accept(scheduled, np.array([5, 9], dtype=np.int32))
+    # Preempted, and back in another lane with its output among its tokens.
+    back = join(1, [7, 7, 8, 8, 9], [3], prompt=3, **asked)
+    scheduled = lanes.apply(plan(3, leave=[2], joins=[back], chunks={1: 5}))
+    assert _penalties(lanes, scheduled) == {1: {7: 0, 8: 1, 9: 1}}
+    # Its lane is another's now, which asks for nothing.
+    lanes.accept(scheduled, np.array([5, 9], dtype=np.int32))
+    scheduled = lanes.apply(plan(4, leave=[1], joins=[join(1, [4], [3])], chunks={1: 1}))
+    assert lanes.inputs(scheduled)[0].penalties is None
+
+
 def test_prompt_logprobs_cover_the_prompt_once_across_chunks() -> None:
     lanes = mirror()
     prompt = [10, 11, 12, 13, 14]
