@@ -214,6 +214,7 @@ def check_sampling(report: Report, device: torch.device, is_dry: bool) -> None:
         top_k=torch.where(column % 3 == 1, 40, 0).int(),
         top_p=torch.where(column % 2 == 1, 0.9, 1.0),
         uniforms=torch.rand(rows, device=device).clamp(1e-6, 1 - 1e-6),
+        min_p=torch.where(column % 5 == 2, 0.05, 0.0),
     )
     got, finite = TritonOperations().sample(logits, draws)
     expected, expected_finite = HostOperations().sample(logits, draws)
@@ -222,6 +223,18 @@ def check_sampling(report: Report, device: torch.device, is_dry: bool) -> None:
     # Sums in float32 and float64 part at one uniform number in tens of thousands.
     ok = same and wrong <= 1
     report.add("checks", name="sampling", dtype="float32", error=wrong, bound=1, ok=ok)
+    ids = torch.stack([torch.randperm(size, device=device)[: size // 2] for _ in range(rows)])
+    entries = (
+        column.repeat_interleave(size // 2).int(),
+        ids.flatten().int(),
+        torch.randint(0, 4, (ids.numel(),), device=device).int(),
+        torch.tensor([[1.3, 0.5, 0.25]], device=device).repeat(rows, 1),
+    )
+    scores = torch.randn(rows, size, device=device)
+    expected = scores.clone()
+    HostOperations().penalise(expected, *entries)
+    TritonOperations().penalise(scores, *entries)
+    add(report, "penalties", torch.float32, scores, expected)
 
 
 def check_invariance(report: Report, device: torch.device, is_dry: bool) -> None:

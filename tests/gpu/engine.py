@@ -158,6 +158,7 @@ def greedy(num_rows: int) -> SamplingBatch:
         temperature=np.zeros(num_rows, dtype=np.float32),
         top_p=np.ones(num_rows, dtype=np.float32),
         top_k=np.zeros(num_rows, dtype=np.int32),
+        min_p=np.zeros(num_rows, dtype=np.float32),
         seed=np.zeros(num_rows, dtype=np.uint64),
         position=np.zeros(num_rows, dtype=np.int64),
         num_logprobs=np.full(num_rows, -1, dtype=np.int32),
