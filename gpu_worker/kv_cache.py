@@ -52,8 +52,11 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Keys and values of every layer, each (num_blocks, num_kv_heads, block_size, head_dim)."""
-        return list(self._pool.flatten(0, 1).unbind(0))
+        """Keys and values of every layer, each (num_blocks, num_kv_heads, block_size, head_dim);
+        as plain bytes where an element is one, which every operator copies.
+        """
+        pool = self._pool.view(torch.uint8) if self._pool.itemsize == 1 else self._pool
+        return list(pool.flatten(0, 1).unbind(0))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: (num_blocks, block_size, num_kv_heads, head_dim) views."""

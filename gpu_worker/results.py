@@ -23,9 +23,6 @@ class Fetch:
         self._kept = kept
         self._event = event
 
-    def is_ready(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
     def wait(self) -> list[npt.NDArray[Any]]:
         if self._event is not None:
             self._event.synchronize()

@@ -9,6 +9,7 @@ Device: loads weights, runs the model, writes the KV cache.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,7 +168,7 @@ class ModelRunner:
             table = TritonOperations(quantization, batch_invariant)
         else:
             table = HostOperations(self._native, quantization, batch_invariant)
-        with torch.inference_mode():
+        with _current(self.device), torch.inference_mode():
             weights = load_weights(
                 source, self.dtype, progress, table, device=self.device, quantization=quantization
             )
@@ -223,7 +224,8 @@ class ModelRunner:
             assert inputs.logits_rows.shape[0] == 0, "an empty step has no rows to sample"
             return Submitted(inputs, None)
         assert int(inputs.positions.max()) < self.max_model_len, "a position past max_model_len"
-        return Submitted(inputs, self._steps.submit(inputs))
+        with _current(self.device):
+            return Submitted(inputs, self._steps.submit(inputs))
 
     def collect(self, submitted: Submitted) -> StepOutputs:
         """Wait for a step and read its results; steps are collected in order, once each."""
@@ -236,8 +238,11 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_blocks(self, copies: CopyLists) -> None:
         """Copies between the cache and host memory, outs before ins."""
-        self._host.copy_out(torch.from_numpy(copies.out_blocks), torch.from_numpy(copies.out_slots))
-        self._host.copy_in(torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks))
+        outs = torch.from_numpy(copies.out_blocks), torch.from_numpy(copies.out_slots)
+        with _current(self.device):
+            self._host.copy_out(*outs)
+            ins = torch.from_numpy(copies.in_slots), torch.from_numpy(copies.in_blocks)
+            self._host.copy_in(*ins)
 
     def warm_up(self) -> None:
         """Run a prompt and a decode that write nothing, so that no request pays for first calls;
@@ -253,7 +258,13 @@ class ModelRunner:
         """Capture steps in which all decode, where the device has graphs; until then, and where it
         has none, they run operation by operation.
         """
-        self._steps.capture(blank_decodes)
+        with _current(self.device):
+            self._steps.capture(blank_decodes)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """The device of this thread, while kernels are launched: torch keeps one for each thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check_quantization(quantization: str, uses_triton: bool, batch_invariant: bool) -> None:

@@ -175,7 +175,9 @@ def _sequence_of(tile, cu_seqlens_q, first_seq, num_seqs, QUERIES: tl.constexpr)
     return first_seq + low, begins
 
 
-@triton.jit
+# What a step changes is not specialised: a program for 1 and one for multiples of 16 would each be
+# compiled while requests wait.
+@triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs"])
 def chunk_kernel(
     q,
     pool,
@@ -186,7 +188,8 @@ def chunk_kernel(
     pool_strides,
     out_strides,
     table_stride,
-    sequences,
+    first_seq,
+    num_seqs,
     variant,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -198,13 +201,12 @@ def chunk_kernel(
     """Grid (tiles, num_kv_heads): QUERIES queries of one sequence, the heads of one key head.
 
     index: (cu_seqlens_q, seqlens_k, block_table); extras: (alibi_slopes, sinks); results: (out,
-    lse); out_strides: of a token and a head of out, of a token of lse; sequences: (first, number).
+    lse); out_strides: of a token and a head of out, of a token of lse; sequences
+    [first_seq, first_seq + num_seqs).
     """
     cu_seqlens_q, seqlens_k, block_table = index
     kv_head = tl.program_id(1)
-    seq, first_tile = _sequence_of(
-        tl.program_id(0), cu_seqlens_q, sequences[0], sequences[1], QUERIES
-    )
+    seq, first_tile = _sequence_of(tl.program_id(0), cu_seqlens_q, first_seq, num_seqs, QUERIES)
     start = tl.load(cu_seqlens_q + seq)
     length_q = tl.load(cu_seqlens_q + seq + 1) - start
     length_k = tl.load(seqlens_k + seq)
@@ -264,7 +266,7 @@ def chunk_kernel(
         tl.store(lse + tokens * out_strides[2] + heads, log_total, mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def single_kernel(
     q,
     pool,
@@ -507,7 +509,8 @@ def _attend_chunks(launch: _Launch, num_decodes: int) -> None:
         launch.pool_strides,
         launch.out_strides,
         launch.index[2].stride(0),
-        (num_decodes, num_seqs),
+        num_decodes,
+        num_seqs,
         launch.variant,
         GROUP=group,
         QUERIES=queries,

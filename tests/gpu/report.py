@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -83,10 +85,9 @@ class Report:
 
 def machine() -> dict[str, Any]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "flash_attn", "transformers"):
-        module = sys.modules.get(name)
-        if module is not None:
-            versions[name] = str(getattr(module, "__version__", ""))
+    for name in ("numpy", "safetensors", "triton", "flash-attn", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     if not torch.cuda.is_available():
         return {"device": "cpu", "versions": versions}
     properties = torch.cuda.get_device_properties(0)

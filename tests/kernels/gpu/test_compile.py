@@ -22,7 +22,8 @@ X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
     q=X, pool=(X, X, F, F), index=(I, I, I), extras=(F, F), parts=(F, F, F), results=(X, F),
     q_strides=("i64", "i64"), pool_strides=("i64",) * 12, out_strides=("i64",) * 3,
-    table_stride="i64", sequences=("i32", "i32"), variant=("fp32", "fp32", "i32"), cu_seqlens_q=I,
+    table_stride="i64", first_seq="i32", num_seqs="i32",
+    variant=("fp32", "fp32", "i32"), cu_seqlens_q=I,
 )
 attention_sizes = dict(
     GROUP=4, SEGMENTS=16, SINKS=True, LSE=True, KIND=(True, True, True, 0), NUM_HEADS=32
