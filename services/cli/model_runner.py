@@ -21,8 +21,8 @@ def load_runner(settings: Settings) -> tuple[ModelRunner, str]:
     from gpu_worker.runner import ModelRunner, default_dtype
     from services.models.errors import ModelFileError
 
-    dtype = default_dtype(settings.device) if settings.dtype == "auto" else settings.dtype
     try:
+        dtype = default_dtype(settings.device) if settings.dtype == "auto" else settings.dtype
         runner = ModelRunner(
             model_path(settings),
             dtype,

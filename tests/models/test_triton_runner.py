@@ -57,7 +57,7 @@ def warm(path: Path) -> ModelRunner:
 
 
 def lanes() -> list[Lane]:
-    wanted = zip(PROMPTS, (0.0, 0.9), (3, 2), strict=True)
+    wanted = zip(PROMPTS, (0.0, 0.9), (3, 1), strict=True)
     return [Lane(list(prompt), n, heat, seed=3, num_logprobs=2) for prompt, heat, n in wanted]
 
 
@@ -85,10 +85,10 @@ def decode(lane: Lane, runner: ModelRunner, **changes: object) -> StepInputs:
 
 
 def test_a_step_is_queued_before_the_host_has_the_token_of_the_one_before(
-    warm: ModelRunner,
+    path: Path, warm: ModelRunner
 ) -> None:
     alone = Lane([7, 8, 9], 3)
-    Driver(warm, 64).run([alone])
+    Driver(load(path, "torch"), 64).run([alone])
     lane, mine = Lane([7, 8, 9], 3, blocks=[5]), np.array([2], dtype=np.int32)
     prompt = step_inputs([(lane, 3)], [(0, lane)], warm.block_size)
     pending = [warm.submit(dataclasses.replace(prompt, output_lanes=mine))]
