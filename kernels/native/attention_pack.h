@@ -72,14 +72,14 @@ INLINE F(span) F(visible)(const attention_arguments *a, int64_t seq, int64_t que
     return s;
 }
 
-/* Row addresses of one tile's keys and values; null where there is none to read. */
+/* Row addresses of one tile's keys and values; `absent` where there is none to read. */
 typedef struct F(tile_rows) {
     const char *keys[TILE], *values[TILE];
 } F(tile_rows);
 
 static void F(find_rows)(
     F(tile_rows) *rows, const attention_arguments *a, const F(task) *t, int64_t tile,
-    F(span) seen) {
+    F(span) seen, const char *absent) {
     const char **keys = rows->keys, **values = rows->values;
     int64_t width = F(cell_bytes)(F(shape_of)(a).cell);
     const int32_t *table = a->block_table + t->seq * a->table_row;
@@ -87,7 +87,7 @@ static void F(find_rows)(
     const char *value_head = (const char *)a->v + t->kv_head * a->v_head * width;
     int64_t first = seen.first > tile ? seen.first - tile : 0;
     int64_t end = seen.end < tile + TILE ? seen.end - tile : TILE;
-    for (int64_t i = 0; i < first; i++) keys[i] = values[i] = 0;
+    for (int64_t i = 0; i < first; i++) keys[i] = values[i] = absent;
     int64_t index = (tile + first) / a->block_size, offset = (tile + first) % a->block_size;
     for (int64_t i = first; i < end; index++, offset = 0) {
         const char *key = key_head + (table[index] * a->k_block + offset * a->k_slot) * width;
@@ -99,7 +99,7 @@ static void F(find_rows)(
             value += a->v_slot * width;
         }
     }
-    for (int64_t i = end; i < TILE; i++) keys[i] = values[i] = 0;
+    for (int64_t i = end; i < TILE; i++) keys[i] = values[i] = absent;
 }
 
 /* One word of each lane, two neighbours in it as bfloat16; the later one in the upper half. */

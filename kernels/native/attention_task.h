@@ -149,6 +149,8 @@ static void F(attend_rows)(
     }
 }
 
+#include "attention_one.h"
+
 /* Adds a segment's (peak, denominator, sums) to the totals of a row. */
 ONE_COPY void F(merge)(
     float *total_peak, float *total_denominator, float *totals, float peak, float denominator,
@@ -166,18 +168,40 @@ ONE_COPY void F(merge)(
     }
 }
 
-/* The first tile of a task, which the task before it asks for in advance. */
+/* The first tile of the next task, if there is one, which the task before it asks for. */
 static void F(find_first_rows)(
-    F(tile_rows) *rows, const attention_arguments *a, const F(task) *t) {
-    F(span) seen = F(visible)(a, t->seq, t->first_query);
-    F(span) last = F(visible)(a, t->seq, t->end_query - 1);
-    if (seen.first < t->first_segment * SEGMENT) seen.first = t->first_segment * SEGMENT;
-    int64_t tile = seen.first / TILE * TILE;
-    seen.end = last.end < tile + TILE ? last.end : tile + TILE;
-    if (seen.first < seen.end)
-        F(find_rows)(rows, a, t, tile, seen);
-    else
-        memset(rows, 0, sizeof *rows);
+    F(tile_rows) *rows, const attention_arguments *a, const F(task) *t, const char *absent) {
+    F(span) seen = {0, 0};
+    int64_t tile = 0;
+    if (t) {
+        seen = F(visible)(a, t->seq, t->first_query);
+        if (seen.first < t->first_segment * SEGMENT) seen.first = t->first_segment * SEGMENT;
+        tile = seen.first / TILE * TILE;
+        int64_t end = F(visible)(a, t->seq, t->end_query - 1).end;
+        seen.end = end < tile + TILE ? end : tile + TILE;
+    }
+    if (seen.first < seen.end) {
+        F(find_rows)(rows, a, t, tile, seen, absent);
+        return;
+    }
+    for (int i = 0; i < TILE; i++) rows->keys[i] = rows->values[i] = absent;
+}
+
+/* One tile, packed, for all rows of a task. */
+static void F(attend_tile)(
+    const attention_arguments *a, const F(task) *t, const F(shape) *s, F(scratch) *w,
+    const F(tile_rows) *now, const F(tile_rows) *next, int64_t tile, int64_t count,
+    int64_t rows) {
+    F(pack_keys)(w->keys, now, next, count, s);
+    if (a->kv_int8) {
+        F(pack_scales)(w->key_scales, now->keys, a->head_dim);
+        F(pack_scales)(w->value_scales, now->values, a->head_dim);
+    }
+    int finite = F(pack_values)(w->values, now, next, count, a, s);
+    for (int64_t row = 0; row < rows; row += MAX_ROWS) {
+        int some = rows - row < MAX_ROWS ? (int)(rows - row) : MAX_ROWS;
+        F(attend_rows)(a, t, s, w, row, some, tile, count, finite);
+    }
 }
 
 /* Keys `seen` of one segment; `all_seen` are those of the task, which go on after it. */
@@ -191,25 +215,21 @@ static void F(attend_segment)(
     }
     memset(w->sums, 0, (size_t)(rows * s->padded_dim) * 4);
     F(tile_rows) buffers[2], *now = buffers, *next = buffers + 1;
-    F(find_rows)(now, a, t, first, seen);
+    const int one = F(takes_one)(s, rows, t->end_query - t->first_query);
+    const char *absent = one ? NO_ROW : 0;
+    F(find_rows)(now, a, t, first, seen, absent);
     for (int64_t tile = first; tile < seen.end; tile += TILE) {
         int64_t count = seen.end - tile < TILE ? seen.end - tile : TILE;
         if (tile + TILE < all_seen.end)
-            F(find_rows)(next, a, t, tile + TILE, all_seen);
-        else if (w->next_task)
-            F(find_first_rows)(next, a, w->next_task);
+            F(find_rows)(next, a, t, tile + TILE, all_seen, absent);
         else
-            memset(next, 0, sizeof *next);
-        F(pack_keys)(w->keys, now, next, count, s);
-        if (a->kv_int8) {
-            F(pack_scales)(w->key_scales, now->keys, a->head_dim);
-            F(pack_scales)(w->value_scales, now->values, a->head_dim);
-        }
-        int finite = F(pack_values)(w->values, now, next, count, a, s);
-        for (int64_t row = 0; row < rows; row += MAX_ROWS) {
-            int some = rows - row < MAX_ROWS ? (int)(rows - row) : MAX_ROWS;
-            F(attend_rows)(a, t, s, w, row, some, tile, count, finite);
-        }
+            F(find_first_rows)(next, a, w->next_task, absent);
+#if ISA_LEVEL >= 4
+        if (one)
+            F(attend_one)(a, t, s, w, now, next, tile, count, (int)rows);
+        else
+#endif
+            F(attend_tile)(a, t, s, w, now, next, tile, count, rows);
         F(tile_rows) *done = now;
         now = next;
         next = done;

@@ -25,6 +25,7 @@ enum {
     TILE = 64,             /* keys scored at once: four AVX-512 vectors */
     PANEL = 64,            /* output features of a packed panel of weights */
     SEGMENT = 512,         /* keys of one independent softmax; a multiple of TILE */
+    ASKED_EARLY = 24,      /* values of the next tile that are asked for before the products */
     MAX_HEAD_DIM = 256,    /* what the buffers on the stack are sized by */
     MAX_BLOCK_ROWS = 96,   /* (query, head) rows that share a packed tile of keys */
     MIN_PARALLEL = 16384,  /* fewer elements are not worth waking a second thread for */
@@ -32,6 +33,9 @@ enum {
     ZERO_BYTE = 128,       /* the byte of a quantised row that means 0 */
     MAX_INT8_FEATURES = 65536 /* sums of products of bytes stay within 32 bits */
 };
+
+/* What is read in the place of a key or value that is not there. */
+static const char NO_ROW[2 * MAX_HEAD_DIM] = {0};
 
 #define SMALLEST_PEAK 1e-30f /* a row of smaller numbers is a row of zeros */
 

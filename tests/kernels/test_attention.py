@@ -17,6 +17,7 @@ from kernels.attention.layout import padded_length
 from kernels.native import INSTRUCTION_SETS, NativeKernels, load_native
 
 OUT_OF_POOL = 2**31 - 1
+ALIBI = {"alibi_slopes": torch.linspace(0.01, 0.5, 12)}
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -336,9 +337,9 @@ def test_a_row_is_the_same_alone_and_in_company(call: Call) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 20.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 20.0}, ALIBI])
 def test_native_rows_have_the_same_bits_in_any_company_chunk_and_number_of_threads(
-    native: NativeKernels, dtype: torch.dtype, options: dict[str, float]
+    native: NativeKernels, dtype: torch.dtype, options: dict[str, object]
 ) -> None:
     batch = build(Case([(1, 1300), (130, 1200), (1, 9)], dtype=dtype, group=4))
     together = attend(native, batch, **options)
