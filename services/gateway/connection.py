@@ -141,8 +141,10 @@ class HttpConnection(H11Protocol):
             self.transport.close()
 
     def _watch_head(self) -> None:
-        """The time for a head runs while there is none; it is not given anew for every byte."""
-        if self.conn.their_state is not h11.IDLE:
+        """The time for a head runs while nothing is being answered, also where the rest of a body
+        still comes; it is not given anew for every byte.
+        """
+        if self._answers:
             self._forget_head()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)

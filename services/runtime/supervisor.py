@@ -298,7 +298,9 @@ class _Service:
             await asyncio.sleep(delay)
 
     async def _ended(self, life: Life) -> bool:
-        """Until its end; False where it makes room for another one before that."""
+        """Until its end; False where it makes room for another one, which is no death, however
+        soon its end follows.
+        """
         leaving = asyncio.ensure_future(life.left.wait())
         try:
             await asyncio.wait({life.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -306,7 +308,8 @@ class _Service:
             leaving.cancel()
         if self._retired:
             await asyncio.wait({life.task})
-        return life.task.done()
+            return True
+        return not life.left.is_set()
 
     def _on_status(self, life: Life, status: Status) -> None:
         if life is not self._life:
@@ -332,7 +335,8 @@ class _Service:
         while self._elders:
             life = self._elders.pop(0)
             self._draining.append(life)
-            self._emit("draining", f"process {life.pid} ends what it has begun")
+            who = f"process {life.pid}" if life.pid else "the one before"
+            self._emit("draining", f"{who} ends what it has begun")
             self._spawn(self._until_drained(life))
         for life in self._draining[:-MAX_DRAINING]:
             self._spawn(life.end(signal.SIGINT, STOP_TIMEOUT_S))

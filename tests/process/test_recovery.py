@@ -23,7 +23,17 @@ import pytest
 from gpu_worker.service import STUB_VOCAB_SIZE
 from gpu_worker.shadow import expected_token_ids
 from services.client import Client, StreetcarClientError
-from tests.process.mesh import MODEL, WAIT_S, Answer, Mesh, greedy, heartbeats, is_quiet, run
+from tests.process.mesh import (
+    MODEL,
+    WAIT_S,
+    Answer,
+    Mesh,
+    greedy,
+    heartbeats,
+    is_quiet,
+    run,
+    wait_until_gone,
+)
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -192,6 +202,7 @@ async def test_a_rolling_restart_fails_no_request(mesh: Mesh, cache: Path) -> No
     assert served and load.num_served
     assert mesh.stderr.count(" died ") == deaths, "a restart is no death"
     assert "poisoned" not in mesh.logs()
+    wait_until_gone({f"{name} {pid}": pid for name, pids in before.items() for pid in pids})
     for name, module in ALL_MODULES.items():
         after = mesh.child_pids(module)
         assert len(after) == len(before[name]) and not after & before[name], name

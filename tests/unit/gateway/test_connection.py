@@ -77,6 +77,20 @@ async def test_a_byte_now_and_then_buys_a_head_no_time(
     writer.close()
 
 
+async def test_a_body_that_nobody_wants_holds_no_connection(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    reader, writer = await running.connect()
+    writer.write(b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
+    head, _ = await read_answer(reader)
+    assert b" 404 " in head
+    writer.write(b"x")
+    async with asyncio.timeout(WAIT_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
 async def test_a_used_connection_may_be_idle_for_longer_than_a_head(
     running: Running, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

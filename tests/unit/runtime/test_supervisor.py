@@ -50,8 +50,8 @@ report_ready()
 while True: signal.pause()
 """
 DRAINING = """
-import signal, sys
-def say(event): print('{"event": "%s"}' % event, flush=True)
+import os, signal, sys
+def say(event): os.write(1, b'{"event": "%s"}\\n' % event.encode())
 signal.signal(signal.SIGTERM, lambda *_: say("leaving"))
 for number in (signal.SIGUSR1, signal.SIGINT): signal.signal(number, lambda *_: sys.exit(0))
 say("ready")
