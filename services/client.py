@@ -39,6 +39,8 @@ from nats.aio.msg import Msg
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 CONNECT_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 2.0
+"""What is still to be sent at the end waits so long for a server that takes nothing."""
 MAX_QUEUED_FRAMES: Final = 4096
 """Of one request; a reader that is further behind is too slow for its stream."""
 
@@ -123,8 +125,9 @@ class Client:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        with contextlib.suppress(OSError, nats.errors.Error):
-            await self._connection.close()
+        with contextlib.suppress(TimeoutError, OSError, nats.errors.Error):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._connection.close()
 
     @property
     def max_payload(self) -> int:

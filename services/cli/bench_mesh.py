@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS: Final = 16
 WARM_UP_S: Final = 1.0
 FILL_TIMEOUT_S: Final = 60.0
+END_TIMEOUT_S: Final = 5.0
 MIN_STEPS: Final = 20
 _SLACK_STEPS: Final = 400
 _BLOCK_SIZE: Final = 16
@@ -129,9 +130,16 @@ async def measure(
             stopped = {} if stop is None else {"ledger_stopped": stop.figures()}
             return _figures(window, spent_s) | _usage(before, after, num_steps) | stopped
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await _end(tasks)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel the answers. nats-py may lose the cancel of one, and the measurement is done: the end
+    of the mesh ends it as well.
+    """
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
 
 
 async def _unless_one_ends(

@@ -16,6 +16,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from services.contracts.permissions import inbox_prefix
+from services.runtime.bus import disconnect
 from services.runtime.bus_url import user_of, without_password
 from services.runtime.problem import Problem
 
@@ -46,7 +47,7 @@ async def connect(url: str) -> AsyncIterator[Client]:
                 inbox_prefix=inbox_prefix(user_of(url)),
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
-        await client.close()
+        await disconnect(client)
         cause = f"{without_password(url)}: {str(error) or 'no answer'}"
         raise Problem("E202", "Bus cannot be reached", cause=cause) from error
     try:
@@ -54,7 +55,7 @@ async def connect(url: str) -> AsyncIterator[Client]:
     except Problem as problem:
         raise (_refusal(url, refused) if refused else problem) from problem
     finally:
-        await client.close()
+        await disconnect(client)
     if refused:
         raise _refusal(url, refused)
 

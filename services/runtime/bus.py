@@ -35,6 +35,7 @@ MAX_PINGS_OUT: Final = 2
 RECONNECT_WAIT_S: Final = 0.1
 CONNECT_TIMEOUT_S: Final = 5
 DRAIN_TIMEOUT_S: Final = 5
+CLOSE_TIMEOUT_S: Final = 2.0
 SERVICE_VERSION: Final = "1.0.0"
 MAX_REASON_CHARS: Final = 300
 
@@ -244,7 +245,7 @@ class NatsBus:
             await _quietly(service.stop())
         if self._client.is_connected:
             await _quietly(self._client.drain())
-        await _quietly(self._client.close())
+        await disconnect(self._client)
 
     async def _on_error(self, error: Exception) -> None:
         kind = type(error).__name__
@@ -273,6 +274,17 @@ def _micro_handler(handler: Handler) -> Callable[[MicroRequest], Awaitable[None]
         handler(_delivery(request._msg))
 
     return handle
+
+
+async def disconnect(client: Client) -> None:
+    """Close, whatever the server says. nats-py waits without a bound for what is still to be sent,
+    and a server that is stopped takes nothing.
+    """
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await client.close()
+    except (TimeoutError, nats.errors.Error, OSError):
+        return
 
 
 async def _quietly(ending: Awaitable[object]) -> None:

@@ -84,6 +84,8 @@ have: an epoch, the ledger, a device's memory.
 """
 
 READYZ_TIMEOUT_S: Final = 60.0
+END_TIMEOUT_S: Final = 5.0
+"""For a task that was cancelled: libraries that use `wait_for` of Python 3.11 may lose that."""
 _READYZ_PERIOD_S: Final = 0.05
 _READYZ_REQUEST: Final = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
@@ -109,6 +111,7 @@ class Cluster:
         self._watcher = Watcher(self._beating(), self._on_hung, self._on_bus_hung, self._waited_s)
         self._watch_task: asyncio.Task[None] | None = None
         self._failed = False
+        self._ending = False
         self._stopped = False
 
     @property
@@ -199,9 +202,10 @@ class Cluster:
         """Stop the services in order, then the bus. Idempotent."""
         if self._stopped:
             return
+        self._ending = True
         if self._watch_task is not None:
             self._watch_task.cancel()
-            await asyncio.wait({self._watch_task})
+            await asyncio.wait({self._watch_task}, timeout=END_TIMEOUT_S)
         if self._listener is not None:
             # From the gateway's end on, who comes is refused.
             self._listener.close()
@@ -209,8 +213,7 @@ class Cluster:
             await self._supervisor.stop()
         if self._bus_task is not None:
             self._bus_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._bus_task
+            await asyncio.wait({self._bus_task}, timeout=END_TIMEOUT_S)
         if self._bus is not None:
             await self._bus.stop()
             self._emit_bus("stopped")
@@ -332,6 +335,8 @@ class Cluster:
         policy = RestartPolicy()
         while True:
             code = await bus.wait()
+            if self._ending:
+                return
             reason, self._bus_verdict = self._bus_verdict or how_ended(code), ""
             self._emit_bus("died", reason)
             while True:

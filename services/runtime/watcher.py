@@ -22,6 +22,7 @@ from services.contracts.codec import Decoder
 from services.contracts.errors import WireError
 from services.contracts.permissions import inbox_prefix
 from services.contracts.subjects import Subjects
+from services.runtime.bus import disconnect
 from services.runtime.bus_url import user_of
 from services.runtime.heartbeats import SILENT_S, Heartbeats
 
@@ -69,7 +70,7 @@ class Watcher:
             await self._client.subscribe(subjects.any_beat(), cb=self._on_beat)
             await self._watch()
         finally:
-            await self._client.close()
+            await disconnect(self._client)
             for ping in self._pings:
                 ping.cancel()
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import random
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -394,6 +396,20 @@ async def test_nobody_there_is_said_at_once(
     with pytest.raises(StreetcarClientError, match="no nats-server"):
         async with Client(server.url):
             pass
+
+
+async def test_a_server_that_takes_nothing_does_not_keep_a_client_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-py waits without a bound for what is still to be sent."""
+    monkeypatch.setattr(services.client, "CLOSE_TIMEOUT_S", 0.2)
+    async with NatsServer(tmp_path) as server:
+        async with asyncio.timeout(WAIT_S), Client(server.url) as client:
+            os.kill(server.pid, signal.SIGSTOP)
+            for _ in range(4):
+                await client.publish("anything", bytes(4 << 20))
+                await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGCONT)
 
 
 def test_the_client_is_small_enough_to_copy() -> None:

@@ -1,11 +1,14 @@
-"""`streetcar bench scheduler`: the figures are there and hang together; no bar on time."""
+"""`streetcar bench`: the figures are there and hang together, with no bar on time; and it ends."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 
 import pytest
 
+from services.cli import bench_mesh
 from services.cli.bench import scheduler
 from services.simulator.steady import measure
 
@@ -21,3 +24,22 @@ def test_the_scheduler_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_steady_plan_is_small_whatever_the_batch(lanes: int) -> None:
     """Plans of at most 64 bytes and 8 for each appended block."""
     assert measure(lanes, 40).plan_bytes_beyond_appends <= 64
+
+
+async def test_an_answer_that_loses_its_cancel_does_not_hang_the_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_mesh, "END_TIMEOUT_S", 0.1)
+    ended = asyncio.Event()
+
+    async def deaf() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await ended.wait()
+
+    lane = asyncio.create_task(deaf())
+    await asyncio.sleep(0)
+    await bench_mesh._end([lane])
+    assert not lane.done()
+    ended.set()
+    await lane
