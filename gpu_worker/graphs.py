@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.inputs import NO_LOGPROBS, SamplingBatch, StepInputs
-from gpu_worker.staging import COLUMNS, Staging, StepTensors
+from gpu_worker.staging import ALIGNED, COLUMNS, Staging, StepTensors
 
 MAX_GRAPH_SIZE = 512
 """Sequences beyond which a device is busy enough to hide the launches of single operations."""
@@ -109,7 +109,8 @@ class DecodeGraphs(Generic[T]):
         self._device = device
         self._sizes = sizes
         self._no_lane = no_lane
-        room = sizes[-1] * (max_blocks + 2 * len(COLUMNS) + 1)
+        # Two words for each column are more than any takes; it must never grow.
+        room = sizes[-1] * (max_blocks + 2 * len(COLUMNS)) + (len(COLUMNS) + 1) * (ALIGNED + 1)
         self._staging = Staging(device, no_lane, room)
         table = (sizes[-1], max_blocks)
         self._table = torch.zeros(table, dtype=torch.int32, device=device)

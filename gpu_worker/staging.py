@@ -39,7 +39,12 @@ COLUMNS = (
     ("uniforms", torch.float32),
     ("min_p", torch.float32),
 )
-"""In the order of the buffer: eight bytes first, so that they begin at a multiple of eight."""
+"""In the order of the buffer, each beginning at a multiple of ALIGNED words."""
+
+ALIGNED = 4
+"""Triton makes another program for pointers that are no multiples of 16 bytes: with columns that
+begin anywhere, steps would wait for its compiler again and again.
+"""
 
 
 class StepTensors(NamedTuple):
@@ -120,7 +125,7 @@ class Staging:
     def stage(self, inputs: StepInputs) -> None:
         """Pack the arrays and queue their copy; ``tensors`` gives them."""
         arrays = self._arrays(inputs)
-        num_words = sum(array.size for array in arrays)
+        num_words = sum(_room(array.size) for array in arrays)
         if num_words > self._buffer.shape[0]:
             self._allocate(1 << (num_words - 1).bit_length())
         self._turn = (self._turn + 1) % NUM_BUFFERS
@@ -131,7 +136,7 @@ class Staging:
         at = 0
         for array in arrays:
             words[at : at + array.size] = array
-            at += array.size
+            at += _room(array.size)
         self._buffer[:at].copy_(host[:at], non_blocking=True)
         if self._device.type == "cuda":
             self._copied[self._turn] = torch.cuda.Event()
@@ -145,13 +150,14 @@ class Staging:
             count = _column_length(name, inputs)
             num_words = count * dtype.itemsize // 4
             columns[name] = self._buffer[at : at + num_words].view(dtype)
-            at += num_words
+            at += _room(num_words)
         columns["block_table"] = self.table(inputs)
         return _step(columns, inputs)
 
     def table(self, inputs: StepInputs) -> torch.Tensor:
         """The block table alone, for a step that finds all else where it was."""
-        at = sum(_column_length(name, inputs) * dtype.itemsize // 4 for name, dtype in COLUMNS)
+        sizes = (_column_length(name, inputs) * dtype.itemsize // 4 for name, dtype in COLUMNS)
+        at = sum(map(_room, sizes))
         table = inputs.block_table
         return self._buffer[at : at + table.size].view(table.shape)
 
@@ -178,6 +184,10 @@ class Staging:
         ]
         self._copied = [None] * NUM_BUFFERS
         self._buffer = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+
+
+def _room(num_words: int) -> int:
+    return -(-num_words // ALIGNED) * ALIGNED
 
 
 def _or_all(given: Int32s | None, like: Int32s, value: int) -> Int32s:

@@ -41,6 +41,7 @@ def test_staged_arrays_are_those_that_are_viewed() -> None:
         for name, expected in columns(viewed).items():
             found = columns(staged)[name]
             assert found.dtype == expected.dtype and torch.equal(found, expected), name
+            assert found.data_ptr() % 16 == 0, name
         assert torch.equal(staging.table(inputs), viewed.batch.block_table)
         assert staged.batch.max_seqlen_k == viewed.batch.max_seqlen_k
         assert staged.input_lanes is not None and staged.output_lanes is not None
