@@ -20,17 +20,21 @@ import torch
 from gpu_worker.inputs import SamplingBatch, StepInputs
 from gpu_worker.runner import ModelRunner
 from kernels.attention import varlen_paged_attention
+from kernels.embedding import embed
 from kernels.greedy import greedy_tokens
 from kernels.huge_pages import zeros_in_huge_pages
 from kernels.kv_bytes import quantise_heads
 from kernels.linear import NativeLinear, make_linear
 from kernels.linear_int8 import Int8Linear
+from kernels.logprobs import token_logprobs
 from kernels.native import NativeKernels
 from kernels.native.arguments import MultiplyRegistersArguments, ReadMemoryArguments
+from kernels.penalties import apply_penalties
 from kernels.quantise import quantise_rows
 from kernels.rms_norm import fused_add_rms_norm
 from kernels.rope import build_rope_table
 from kernels.rope_write_kv import rope_write_kv
+from kernels.sampling import sample_tokens
 from kernels.silu_mul import silu_mul
 from services.models.config import ModelConfig
 
@@ -47,6 +51,9 @@ KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 LINEAR_ROWS = (1, 4, 16, 32, 512)
 BANDWIDTH_ROWS = 4
 """Up to so many rows a linear waits for memory, beyond it for products."""
+
+PENALISED = 300
+"""Distinct tokens of a sequence with penalties."""
 
 NUM_LAYERS = 16
 """Weights of so many layers take turns, so that no cache holds them."""
@@ -244,6 +251,8 @@ class KernelBench:
         pool = torch.zeros(2, rows // 16 + 1, 16, config.num_kv_heads, config.head_dim, dtype=dtype)
         slots = torch.arange(rows)
         logits = torch.randn(min(rows, 32), config.vocab_size).to(dtype)
+        table = torch.randn(config.vocab_size, config.hidden_size).to(dtype)
+        token_ids = torch.randint(0, config.vocab_size, (rows,))
         runs: dict[str, tuple[Run, float]] = {
             "rms_norm": (
                 lambda: fused_add_rms_norm(x, residual, weight, 1e-5, native),
@@ -256,9 +265,36 @@ class KernelBench:
                 2.0 * qkv.nbytes,
             ),
             "greedy": (lambda: greedy_tokens(logits, native), float(logits.nbytes)),
+            **self._sampling(logits.float()),
+            "embedding": (lambda: embed(table, token_ids), 2.0 * x.nbytes),
         }
         for name, (run, num_bytes) in runs.items():
             self._add(name, case, Work(num_bytes, 0.0), alternate([run]))
+
+    def _sampling(self, logits: torch.Tensor) -> dict[str, tuple[Run, float]]:
+        """What a row may ask for beside the likeliest token; logits (rows, vocab_size) float32."""
+        rows, vocab_size = logits.shape
+        ones, uniforms = torch.ones(rows), torch.rand(rows)
+        top_k = torch.full((rows,), 40, dtype=torch.int32)
+        targets = torch.arange(rows)
+        held = min(PENALISED, vocab_size)
+        entries = targets.repeat_interleave(held)
+        factors = torch.tensor([[1.1, 0.5, 0.1]]).repeat(rows, 1)
+        token_ids = torch.arange(held).repeat(rows)
+        counts = torch.ones(len(entries), dtype=torch.int32)
+
+        def draw() -> object:
+            return sample_tokens(logits, 0.8 * ones, top_k, 0.9 * ones, uniforms)
+
+        size = float(logits.nbytes)
+        return {
+            "sampling": (draw, size),
+            "penalties": (
+                lambda: apply_penalties(logits, entries, token_ids, counts, factors),
+                20.0 * len(entries),
+            ),
+            "logprobs": (lambda: token_logprobs(logits, targets, 5), size),
+        }
 
 
 def batch_invariant_cost(figures: Sequence[Figure], native: NativeKernels, name: str) -> float:

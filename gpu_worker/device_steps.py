@@ -76,14 +76,15 @@ class DeviceSteps:
         computed = self._run(inputs)
         num_rows = inputs.logits_rows.shape[0]
         sampled = computed.sampled[:, :num_rows]
-        scores = score_sampled(computed.logits[:num_rows], sampled[0], inputs.sampling)
+        score, logits = self._operations.logprobs, computed.logits[:num_rows]
+        scores = score_sampled(score, logits, sampled[0], inputs.sampling)
         tensors = [sampled, *(tensor for score in scores for tensor in score)]
         for request in inputs.prompt_logprobs:
             for first in _firsts(request):
                 rows = min(MAX_PROMPT_LOGPROB_ROWS, request.num_rows - first)
                 start = request.first_row + first
                 logits = self._model.logits(computed.hidden[start : start + rows])
-                tensors.extend(score_targets(logits, request, first))
+                tensors.extend(score_targets(score, logits, request, first))
         return self._results.fetch(tensors)
 
     @torch.inference_mode()

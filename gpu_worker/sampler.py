@@ -7,7 +7,7 @@ Device: reads logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ from gpu_worker.inputs import (
     SamplingBatch,
     TokenLogprobs,
 )
-from kernels.sampling import token_logprobs
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(rows) float32 of the targets, (rows, n) ids and values of the likeliest tokens."""
+
+Score = Callable[[torch.Tensor, torch.Tensor, int], Scores]
+"""``kernels.logprobs.token_logprobs``, by any table of operations."""
 
 
 def wanted_rows(batch: SamplingBatch) -> npt.NDArray[np.intp]:
@@ -33,18 +35,20 @@ def wanted_rows(batch: SamplingBatch) -> npt.NDArray[np.intp]:
     return np.flatnonzero(batch.num_logprobs != NO_LOGPROBS)
 
 
-def score_sampled(logits: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch) -> list[Scores]:
+def score_sampled(
+    score: Score, logits: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch
+) -> list[Scores]:
     """Scores of ``wanted_rows``, if any; logits (S, vocab_size), tokens (S) int64."""
     rows = wanted_rows(batch)
     if rows.size == 0:
         return []
     index = torch.from_numpy(rows).to(logits.device)
     most = int(batch.num_logprobs[rows].max())
-    return [token_logprobs(logits[index].float(), tokens[index], most)]
+    return [score(logits[index], tokens[index], most)]
 
 
 def score_targets(
-    logits: torch.Tensor, request: PromptLogprobRequest, first: int
+    score: Score, logits: torch.Tensor, request: PromptLogprobRequest, first: int
 ) -> tuple[torch.Tensor, *tuple[torch.Tensor, ...]]:
     """(whether a row is finite, and its scores) of the targets [first, first + rows) of a request.
 
@@ -53,7 +57,7 @@ def score_targets(
     targets = torch.from_numpy(request.target_ids[first : first + logits.shape[0]])
     finite = torch.isfinite(logits).all(dim=-1)
     targets = targets.to(logits.device, torch.int64)
-    return finite, *token_logprobs(logits.float(), targets, request.num_logprobs)
+    return finite, *score(logits, targets, request.num_logprobs)
 
 
 def read_scores(

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: greedy, temperature, min-p, top-k, top-p, and log-probabilities.
+"""Choosing tokens from logits: greedy, temperature, min-p, top-k and top-p.
 
 Invariants: a row's token depends on that row's logits, parameters and uniform number alone; a
 token of the batch is always a valid id; equal logits are ordered by the lower id first.
@@ -77,7 +77,7 @@ def _sample_filtered(
     # Those that min-p keeps are the likeliest so many, as those of top-k are.
     least = probabilities.amax(dim=1) * min_p
     limits = torch.minimum(limits, (probabilities >= least.unsqueeze(1)).sum(dim=1))
-    keys = _order_keys(logits)
+    keys = order_keys(logits)
     last, complete = _last_kept(probabilities, keys, limits, top_p, NUM_CANDIDATES)
     rest = torch.nonzero(~complete).squeeze(1)
     if rest.numel() > 0:
@@ -136,7 +136,7 @@ def _invert(masses: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.minimum(columns, last)
 
 
-def _order_keys(values: torch.Tensor) -> torch.Tensor:
+def order_keys(values: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the values, equal ones by lower id first: (rows, n) int64.
 
     The key holds the float's bits, made monotone as an integer, above the inverted id, so that no
@@ -147,20 +147,3 @@ def _order_keys(values: torch.Tensor) -> torch.Tensor:
     monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     tie_break = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
     return (monotone.long() << 32) + tie_break
-
-
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the unscaled distribution: log_softmax(logits).
-
-    logits:  (rows, vocab_size) float32
-    targets: (rows) int64 - the token whose log-probability is wanted
-    num_top: how many of the likeliest tokens are wanted as well; may be 0
-    returns: (rows) float32 of the targets; (rows, num_top) int64 ids and (rows, num_top) float32
-             values, likeliest first
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-    ids = _order_keys(logits).topk(min(num_top, logits.shape[1]), dim=1).indices
-    return chosen, ids, logprobs.gather(1, ids)

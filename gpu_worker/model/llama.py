@@ -82,7 +82,7 @@ class LlamaModel:
         """
         epsilon, operations = self.config.rms_norm_eps, self._operations
         cos_sin = self._rope_table.index_select(0, batch.positions)
-        residual = self._weights.embedding.index_select(0, batch.input_ids)
+        residual = operations.embed(self._weights.embedding, batch.input_ids)
         if self._decoder is not None:
             return self._decoder(residual, cos_sin, batch.slot_mapping, batch.indices)
         first = self._weights.layers[0]

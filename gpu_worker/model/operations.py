@@ -18,11 +18,13 @@ import torch
 from gpu_worker.inputs import Float32s, SamplingBatch
 from kernels.attention import BatchLayout, plan_attention, varlen_paged_attention
 from kernels.decoder import Caches, Matrix
+from kernels.embedding import embed
 from kernels.greedy import greedy_tokens
 from kernels.kv_bytes import is_byte_cache
 from kernels.linear import make_linear
 from kernels.linear_fp8 import Fp8Linear
 from kernels.linear_int8 import Int8Linear
+from kernels.logprobs import token_logprobs
 from kernels.native import NativeKernels
 from kernels.penalties import apply_penalties
 from kernels.quantise import QuantisedRows
@@ -81,6 +83,8 @@ class Operations(Protocol):
     def linear(self, weight: torch.Tensor) -> Matrix:
         """x -> x @ weight.T, packed as the table likes it; weight is on its device."""
 
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, into: QuantisedRows | None
     ) -> torch.Tensor: ...
@@ -125,6 +129,10 @@ class Operations(Protocol):
     def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """(S) int64 tokens, 0 where a logit is NaN or infinite, and (S) bool, whether none is."""
 
+    def logprobs(
+        self, logits: torch.Tensor, targets: torch.Tensor, num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
 
 def draw_uniforms(sampling: SamplingBatch) -> Float32s:
     """One number for each row, zeros where no row is drawn: (S) float32."""
@@ -159,6 +167,9 @@ class HostOperations:
         if self._quantization == "fp8":
             return Fp8Linear(weight)
         return make_linear(weight, self._native, self._invariant)
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return embed(table, token_ids)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, into: QuantisedRows | None
@@ -228,6 +239,11 @@ class HostOperations:
             tokens[drawn] = torch.where(sound, picked, 0)
         return tokens, finite
 
+    def logprobs(
+        self, logits: torch.Tensor, targets: torch.Tensor, num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return token_logprobs(logits, targets, num_top)
+
 
 class TritonOperations:
     """Triton kernels and torch's products. Nothing is read back from the device, so that a step can
@@ -244,7 +260,9 @@ class TritonOperations:
     def __init__(self, quantization: str = "none", invariant: bool = False) -> None:
         # Imported here: triton is there only where a GPU is, or the tests are.
         from kernels.gpu import (
+            embedding,
             linear,
+            logprobs,
             penalties,
             quantise_fp8,
             rms_norm,
@@ -258,6 +276,8 @@ class TritonOperations:
         self._invariant = invariant
         self._fixed = linear.TritonLinear if invariant else None
         self._norm = rms_norm.rms_norm_triton
+        self._embed = embedding.embed_triton
+        self._logprobs = logprobs.token_logprobs_triton
         self._penalise = penalties.apply_penalties_triton
         self._rope = rope_write_kv.rope_write_kv_triton
         self._sample = sampling.sample_tokens_triton
@@ -268,6 +288,9 @@ class TritonOperations:
             matrix = Fp8Linear(weight)
             return lambda x: matrix(self._quantise(x))
         return make_linear(weight) if self._fixed is None else self._fixed(weight)
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embed(table, token_ids)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, into: QuantisedRows | None
@@ -331,3 +354,8 @@ class TritonOperations:
         finite = torch.isfinite(logits).all(dim=-1)
         tokens = self._sample(logits, *draws, MIN_TEMPERATURE)
         return torch.where(finite, tokens, 0), finite
+
+    def logprobs(
+        self, logits: torch.Tensor, targets: torch.Tensor, num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._logprobs(logits, targets, num_top)

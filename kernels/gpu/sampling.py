@@ -23,7 +23,7 @@ TILE = 4096
 
 
 @triton.jit
-def _keys(logits, columns, inside):
+def order_keys(logits, columns, inside):
     """Bits of float32 logits made monotone as int32; the least of all where there is none."""
     values = tl.load(logits + columns, mask=inside, other=float("-inf")).to(tl.float32)
     # Adding zero turns -0.0 into 0.0, whose bits differ though the values are equal.
@@ -39,7 +39,7 @@ def _above(logits, size, threshold, peak, inverse, TILE: tl.constexpr):
     for start in range(0, size, TILE):
         columns = start + tl.arange(0, TILE)
         inside = columns < size
-        values, keys = _keys(logits, columns, inside)
+        values, keys = order_keys(logits, columns, inside)
         kept = inside & (keys >= threshold)
         count += tl.sum(kept.to(tl.int32), axis=0)
         mass += tl.sum(tl.where(kept, tl.exp((values - peak) * inverse), 0.0), axis=0)
@@ -53,7 +53,7 @@ def _at_least(logits, size, share, peak, inverse, TILE: tl.constexpr):
     for start in range(0, size, TILE):
         columns = start + tl.arange(0, TILE)
         inside = columns < size
-        values, _ = _keys(logits, columns, inside)
+        values, _ = order_keys(logits, columns, inside)
         kept = inside & (tl.exp((values - peak) * inverse) >= share)
         count += tl.sum(kept.to(tl.int32), axis=0)
     return count
@@ -96,7 +96,7 @@ def sample_kernel(
     token = tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
         columns = start + tl.arange(0, TILE)
-        values, keys = _keys(logits, columns, columns < size)
+        values, keys = order_keys(logits, columns, columns < size)
         best = tl.max(keys, axis=0)
         if best > peak_key:
             peak_key = best
@@ -150,7 +150,7 @@ def _draw(logits, size, threshold, ties, peak, inverse, uniform, TILE: tl.conste
     for start in range(0, size, TILE):
         columns = start + tl.arange(0, TILE)
         inside = columns < size
-        values, keys = _keys(logits, columns, inside)
+        values, keys = order_keys(logits, columns, inside)
         tied = (inside & (keys == threshold)).to(tl.int32)
         kept = inside & (keys > threshold)
         kept = kept | ((tied > 0) & (seen + tl.cumsum(tied, axis=0) <= ties))

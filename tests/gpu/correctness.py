@@ -235,6 +235,19 @@ def check_sampling(report: Report, device: torch.device, is_dry: bool) -> None:
     HostOperations().penalise(expected, *entries)
     TritonOperations().penalise(scores, *entries)
     add(report, "penalties", torch.float32, scores, expected)
+    targets = ids[:, 0]
+    found = TritonOperations().logprobs(scores, targets, 5)
+    for part, got, expected in zip(
+        ("chosen", "ids", "values"),
+        found,
+        HostOperations().logprobs(scores, targets, 5),
+        strict=True,
+    ):
+        add(report, f"logprobs, {part}", torch.float32, got, expected)
+    table = torch.randn(size, 72, device=device)
+    add(
+        report, "embedding", torch.float32, TritonOperations().embed(table, targets), table[targets]
+    )
 
 
 def check_invariance(report: Report, device: torch.device, is_dry: bool) -> None:

@@ -201,6 +201,7 @@ class Bench:
                 4.0 * x.nbytes,
             ),
             "silu_mul": (lambda: operations.silu_mul(gate_up, None), 1.5 * gate_up.nbytes),
+            "embedding": (lambda: operations.embed(gate_up, slots % rows), 2.0 * gate_up.nbytes),
             "rope_write_kv": (
                 lambda: operations.rope_write_kv(qkv, rope, (pool[0], pool[1]), slots),
                 2.0 * qkv.nbytes,
@@ -224,6 +225,11 @@ class Bench:
                 torch.full((rows,), k, dtype=torch.int32, device=device),
                 torch.full((rows,), p, device=device),
                 uniforms,
+                torch.zeros(rows, device=device),
             )
             spent = seconds(device, lambda d=draws: operations.sample(logits, d))
             self._add("sampling", f"{name}, {rows} rows", spent, num_bytes=float(logits.nbytes))
+        targets = torch.arange(rows, device=device)
+        for top in (0, 5):
+            spent = seconds(device, lambda n=top: operations.logprobs(logits, targets, n))
+            self._add("logprobs", f"top {top}, {rows} rows", spent, num_bytes=float(logits.nbytes))

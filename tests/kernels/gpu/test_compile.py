@@ -15,8 +15,8 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.gpu import attention, linear, penalties, quantise_fp8, rms_norm, rope_write_kv
-from kernels.gpu import sampling, silu_mul
+from kernels.gpu import attention, embedding, linear, logprobs, penalties, quantise_fp8
+from kernels.gpu import rms_norm, rope_write_kv, sampling, silu_mul
 
 X, F, I, L, B, E = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*fp8e4nv"
 ATTENTION = dict(
@@ -56,6 +56,12 @@ KERNELS = {
         x=X, weight=X, out=X, x_stride="i64", weight_stride="i64", num_rows="i32",
         in_features="i32", out_features="i32",
     ), dict(TILE_ROWS=32, TILE_OUT=128, TILE_IN=64)),
+    "embedding": (embedding.embedding_kernel, dict(
+        table=X, token_ids=I, out=X, stride="i64", size="i32",
+    ), dict(COLUMNS=1024)),
+    "logprobs": (logprobs.logprobs_kernel, dict(
+        logits=X, targets=L, chosen=F, ids=L, values=F, stride="i64", size="i32", num_top="i32",
+    ), dict(TILE=4096)),
     "penalties": (penalties.penalties_kernel, dict(
         logits=F, rows=I, token_ids=I, counts=I, factors=F, stride="i64", num_entries="i32",
     ), dict(ENTRIES=256)),
@@ -92,7 +98,7 @@ def test_they_compile() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert len(built) == 11
+    assert len(built) == 13
     for name, size, shared in built:
         assert int(size) > 1000, name
         assert int(shared) <= SHARED_BYTES, name
