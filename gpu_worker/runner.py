@@ -26,9 +26,10 @@ from gpu_worker.inputs import (
     StepOutputs,
 )
 from gpu_worker.kv_cache import KVCache
-from gpu_worker.model.llama import LlamaModel
+from gpu_worker.model.llama import LlamaModel, LlamaWeights
 from gpu_worker.model.loader import Progress, WeightSource, load_weights
 from gpu_worker.model.operations import HostOperations, Operations, TritonOperations
+from gpu_worker.model.warm_start import Precision, WarmStart
 from gpu_worker.results import Fetch
 from kernels.kv_bytes import FP8_CACHE, INT8_CACHE
 from kernels.native import NativeKernels, NativeUnavailable, load_native
@@ -110,6 +111,7 @@ class ModelRunner:
     native:        "auto" builds and loads the native kernels where a compiler is found, "off" runs
                    the torch reference, any other name is an instruction set that must be there
     native_cache:  directory of built native kernels; None is one in the user's cache
+    weights_cache: directory of prepared weights, which make a second start fast; None keeps none
     quantization:  one of QUANTIZATIONS
     kv_cache_dtype: one of KV_CACHE_DTYPES
     batch_invariant: run only what gives a row the same bits in any batch; ValueError where this
@@ -135,6 +137,7 @@ class ModelRunner:
         host_blocks: int = 0,
         native: str = "auto",
         native_cache: Path | None = None,
+        weights_cache: Path | None = None,
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         batch_invariant: bool = False,
@@ -169,9 +172,21 @@ class ModelRunner:
         else:
             table = HostOperations(self._native, quantization, batch_invariant)
         with _current(self.device), torch.inference_mode():
-            weights = load_weights(
-                source, self.dtype, progress, table, device=self.device, quantization=quantization
-            )
+
+            def prepare() -> LlamaWeights:
+                return load_weights(
+                    *(source, self.dtype, progress, table),
+                    device=self.device,
+                    quantization=quantization,
+                )
+
+            if weights_cache is None or self._native is None or not isinstance(model, Path):
+                weights = prepare()
+            else:
+                precision = Precision(self.dtype, quantization, batch_invariant)
+                kept = WarmStart(weights_cache, model, source.config, self._native, precision)
+                weights, notices = kept.weights(prepare)
+                self.notices = (*self.notices, *notices)
             self._model = LlamaModel(source.config, weights, self.max_model_len, table)
             self._cache = KVCache(source.config, num_blocks, block_size, kv_dtype, self.device)
             if self._native is not None:

@@ -306,6 +306,7 @@ def _load_model(settings: Settings) -> ModelRunner:
             num_threads=settings.threads or None,
             host_blocks=settings.host_blocks,
             native_cache=settings.native_path,
+            weights_cache=settings.weights_path,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
             batch_invariant=settings.batch_invariant == "on",

@@ -50,7 +50,7 @@ def make_linear(
     """
     takes = native is not None and _takes_native(native, weight)
     if native is not None and takes and (invariant or _is_fastest(native, weight.dtype)):
-        return NativeLinear(native, weight)
+        return NativeLinear(native, pack_panels(weight), weight.shape)
     packed = _pack(weight)
     return _plain(weight) if packed is None else packed
 
@@ -67,21 +67,31 @@ def _is_fastest(native: NativeKernels, dtype: torch.dtype) -> bool:
     return native.isa in NATIVE_SETS.get(dtype, ()) and not has_tiles()
 
 
-class NativeLinear:
-    """x -> x @ weight.T by the native code.
+def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+    """(panels, in_features / pair, PANEL, pair), the last one padded with zeros.
 
-    panels: PANEL output features each; within one, input features (pairs of bfloat16) outermost
+    weight: (out_features, in_features); a pair is two bfloat16 or one float32
     """
+    out_features, in_features = weight.shape
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    num_panels = -(-out_features // PANEL)
+    padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
+    padded[:out_features] = weight
+    words = padded.view(num_panels, PANEL, in_features // pair, pair)
+    return words.permute(0, 2, 1, 3).contiguous()
 
-    def __init__(self, native: NativeKernels, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
+
+class NativeLinear:
+    """x -> x @ weight.T by the native code."""
+
+    def __init__(self, native: NativeKernels, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """panels: what ``pack_panels`` makes of a weight of this shape."""
+        num_panels, steps, width, self._pair = panels.shape
+        self.out_features, self.in_features = shape
+        assert width == PANEL and steps * self._pair == self.in_features, "panels of its rows"
+        assert num_panels == -(-self.out_features // PANEL), "panels of all its columns"
         self._native = native
-        self._pair = 2 if weight.dtype == torch.bfloat16 else 1
-        num_panels = -(-self.out_features // PANEL)
-        padded = torch.zeros(num_panels * PANEL, self.in_features, dtype=weight.dtype)
-        padded[: self.out_features] = weight
-        words = padded.view(num_panels, PANEL, self.in_features // self._pair, self._pair)
-        self.panels = words.permute(0, 2, 1, 3).contiguous()
+        self.panels = panels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == self.in_features, f"rows of {x.shape[1]} for {self.in_features}"

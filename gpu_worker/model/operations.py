@@ -80,8 +80,10 @@ class Operations(Protocol):
     @property
     def can_capture(self) -> bool: ...
 
-    def linear(self, weight: torch.Tensor) -> Matrix:
-        """x -> x @ weight.T, packed as the table likes it; weight is on its device."""
+    def linear(self, weight: torch.Tensor, dtype: torch.dtype) -> Matrix:
+        """x -> x @ weight.T in dtype, packed as the table likes it; weight is on its device, in
+        that dtype or, to be rounded once, in float32.
+        """
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -161,12 +163,12 @@ class HostOperations:
         self._quantization = quantization
         self._invariant = invariant
 
-    def linear(self, weight: torch.Tensor) -> Matrix:
+    def linear(self, weight: torch.Tensor, dtype: torch.dtype) -> Matrix:
         if self._quantization == "int8":
-            return Int8Linear(weight, self._native)
+            return Int8Linear(weight, self._native, dtype)
         if self._quantization == "fp8":
             return Fp8Linear(weight)
-        return make_linear(weight, self._native, self._invariant)
+        return make_linear(weight.to(dtype), self._native, self._invariant)
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return embed(table, token_ids)
@@ -283,7 +285,8 @@ class TritonOperations:
         self._sample = sampling.sample_tokens_triton
         self._silu = silu_mul.silu_mul_triton
 
-    def linear(self, weight: torch.Tensor) -> Matrix:
+    def linear(self, weight: torch.Tensor, dtype: torch.dtype) -> Matrix:
+        weight = weight.to(dtype)
         if self._is_fp8:
             matrix = Fp8Linear(weight)
             return lambda x: matrix(self._quantise(x))

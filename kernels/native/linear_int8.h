@@ -53,6 +53,7 @@ ONE_COPY void F(linear_int8_share)(const linear_int8_arguments *a) {
     }
 }
 
+/* in_features fill whole blocks here. */
 EXPORT int F(linear_int8)(const linear_int8_arguments *a) {
     if (a->in_features % ROTATED || a->in_features > MAX_INT8_FEATURES) return NOT_SUPPORTED;
 #pragma omp parallel num_threads((int)a->num_threads)

@@ -1,8 +1,10 @@
 /* Rows to unsigned bytes with a scale each, after a rotation that spreads what sticks out.
  *
- * A row is cut into blocks of ROTATED features, each is multiplied by the Hadamard matrix, and the
- * result is (byte - ZERO_BYTE) * scale. The weights are rotated alike when they are packed, so the
- * product stays what it was; but one large feature no longer costs all the others their precision.
+ * A row is filled up with zeros to whole blocks of ROTATED features. Each block is multiplied by the
+ * Hadamard matrix, then the blocks of a row are mixed with each other, by twos and threes as long
+ * as their number can be divided. The result is (byte - ZERO_BYTE) * scale. The weights are rotated
+ * alike when they are packed, so the product stays what it was; but one large feature no longer
+ * costs all the others their precision.
  *
  * Invariants: the reference in kernels/quantise.py gives the same bytes and the same scale; a row
  * that is not finite has the scale NaN, so that nothing computed from it looks sound.
@@ -10,6 +12,9 @@
  */
 
 enum { F(vectors_of_block) = ROTATED / LANES };
+
+/* `size` features and the zeros that fill their last block. */
+INLINE int64_t F(whole_blocks)(int64_t size) { return (size + ROTATED - 1) / ROTATED * ROTATED; }
 
 /* LANES elements from element i, fewer at the end of the row. */
 INLINE vf F(load_up_to)(const void *row, int64_t i, int64_t size, const int is_bf16) {
@@ -41,24 +46,72 @@ INLINE void F(rotate_block)(vf *x) {
     }
 }
 
-INLINE void F(load_rotated)(vf *block, const void *row, int64_t i, const int is_bf16) {
+/* A block from element i on, with zeros past the end of the row, times the Hadamard matrix. */
+INLINE void F(load_rotated)(vf *block, const void *row, int64_t i, int64_t size, const int is_bf16) {
+    if (size - i >= ROTATED) {
 #pragma GCC unroll 16
-    for (int n = 0; n < F(vectors_of_block); n++)
-        block[n] = F(load_as_float)(row, i + n * LANES, is_bf16);
+        for (int n = 0; n < F(vectors_of_block); n++)
+            block[n] = F(load_as_float)(row, i + n * LANES, is_bf16);
+    } else {
+        for (int n = 0; n < F(vectors_of_block); n++, i += LANES)
+            block[n] = i < size ? F(load_up_to)(row, i, size, is_bf16) : (vf){0};
+    }
     F(rotate_block)(block);
 }
 
-/* row and to: `size` elements, a multiple of ROTATED */
-INLINE void F(quantise_row)(
-    uint8_t *to, float *scale, const void *row, int64_t size, const int is_bf16) {
-    vf peaks = {0}, block[F(vectors_of_block)];
-    vi odd_ones = {0};
+/* x[i] and what lies `apart` floats after it, for i in a run of so many: sum and difference. */
+INLINE void F(mix_two)(float *x, int64_t apart) {
+    for (int64_t i = 0; i < apart; i += LANES) {
+        vf a = F(load)(x + i), b = F(load)(x + i + apart);
+        F(store)(x + i, a + b);
+        F(store)(x + i + apart, a - b);
+    }
+}
+
+/* The same for three, by 3 * (1 - 2/3 * ones): orthogonal, but for its size, and made of sums. */
+INLINE void F(mix_three)(float *x, int64_t apart) {
+    for (int64_t i = 0; i < apart; i += LANES) {
+        vf a = F(load)(x + i), b = F(load)(x + i + apart), c = F(load)(x + i + 2 * apart);
+        vf a2 = a + a, b2 = b + b, c2 = c + c;
+        F(store)(x + i, (a - b2) - c2);
+        F(store)(x + i + apart, (b - a2) - c2);
+        F(store)(x + i + 2 * apart, (c - a2) - b2);
+    }
+}
+
+/* Mixes the blocks of a row of `size` floats, a multiple of ROTATED. */
+INLINE void F(mix_blocks)(float *x, int64_t size) {
+    int64_t apart = ROTATED;
+    for (; size % (2 * apart) == 0; apart *= 2)
+        for (int64_t i = 0; i < size; i += 2 * apart) F(mix_two)(x + i, apart);
+    for (; size % (3 * apart) == 0; apart *= 3)
+        for (int64_t i = 0; i < size; i += 3 * apart) F(mix_three)(x + i, apart);
+}
+
+INLINE void F(rotate_blocks)(float *x, const void *row, int64_t size, const int is_bf16) {
     for (int64_t i = 0; i < size; i += ROTATED) {
-        F(load_rotated)(block, row, i, is_bf16);
-        for (int n = 0; n < F(vectors_of_block); n++) {
-            odd_ones |= ((vi)block[n] & 0x7F800000) == 0x7F800000;
-            peaks = F(maximum)((vf)((vi)block[n] & 0x7FFFFFFF), peaks);
-        }
+        vf block[F(vectors_of_block)];
+        F(load_rotated)(block, row, i, size, is_bf16);
+        for (int n = 0; n < F(vectors_of_block); n++) F(store)(x + i + n * LANES, block[n]);
+    }
+}
+
+/* row: `size` elements; to: as many bytes, filled up to a multiple of ROTATED. */
+ONE_COPY void F(quantise_row)(
+    uint8_t *to, float *scale, const void *row, int64_t size, int is_bf16) {
+    float x[MAX_INT8_FEATURES];
+    int64_t filled = F(whole_blocks)(size);
+    if (is_bf16)
+        F(rotate_blocks)(x, row, size, 1);
+    else
+        F(rotate_blocks)(x, row, size, 0);
+    F(mix_blocks)(x, filled);
+    vf peaks = {0};
+    vi odd_ones = {0};
+    for (int64_t i = 0; i < filled; i += LANES) {
+        vi held = (vi)F(load)(x + i);
+        odd_ones |= (held & 0x7F800000) == 0x7F800000;
+        peaks = F(maximum)((vf)(held & 0x7FFFFFFF), peaks);
     }
     int32_t any = 0;
     for (int lane = 0; lane < LANES; lane++) any |= odd_ones[lane];
@@ -66,16 +119,13 @@ INLINE void F(quantise_row)(
     int empty = any || peak < SMALLEST_PEAK;
     *scale = any ? NAN : empty ? 0.0f : peak / 127.0f;
     if (empty) {
-        memset(to, ZERO_BYTE, (size_t)size);
+        memset(to, ZERO_BYTE, (size_t)filled);
         return;
     }
     float factor = 127.0f / peak;
-    for (int64_t i = 0; i < size; i += ROTATED) {
-        F(load_rotated)(block, row, i, is_bf16);
-        for (int n = 0; n < F(vectors_of_block); n++) {
-            vb bytes = F(to_bytes)(F(to_int)(block[n] * factor) + ZERO_BYTE);
-            memcpy(to + i + n * LANES, &bytes, LANES);
-        }
+    for (int64_t i = 0; i < filled; i += LANES) {
+        vb bytes = F(to_bytes)(F(to_int)(F(load)(x + i) * factor) + ZERO_BYTE);
+        memcpy(to + i, &bytes, LANES);
     }
 }
 
@@ -83,19 +133,18 @@ INLINE void F(quantise_row)(
 INLINE void F(quantise_nth)(
     const quantised_rows *to, const void *rows, int64_t row, int64_t size, const int is_bf16) {
     const char *from = (const char *)rows + row * size * (is_bf16 ? 2 : 4);
-    F(quantise_row)(to->values + row * size, to->scales + row, from, size, is_bf16);
+    uint8_t *values = to->values + row * F(whole_blocks)(size);
+    F(quantise_row)(values, to->scales + row, from, size, is_bf16);
 }
 
 EXPORT int F(quantise)(const quantise_arguments *a) {
+    if (a->size > MAX_INT8_FEATURES) return NOT_SUPPORTED;
     int64_t size = a->num_rows * a->size, width = a->is_bf16 ? 2 : 4;
 #pragma omp parallel for schedule(static) num_threads((int)a->num_threads) if (size > MIN_PARALLEL)
     for (int64_t row = 0; row < a->num_rows; row++) {
         const char *from = (const char *)a->x + row * a->x_row * width;
-        uint8_t *to = a->to.values + row * a->size;
-        if (a->is_bf16)
-            F(quantise_row)(to, a->to.scales + row, from, a->size, 1);
-        else
-            F(quantise_row)(to, a->to.scales + row, from, a->size, 0);
+        uint8_t *to = a->to.values + row * F(whole_blocks)(a->size);
+        F(quantise_row)(to, a->to.scales + row, from, a->size, (int)a->is_bf16);
     }
     return DONE;
 }

@@ -32,6 +32,7 @@ def load_runner(settings: Settings) -> tuple[ModelRunner, str]:
             progress=ProgressLine("model").update,
             num_threads=settings.threads or None,
             native_cache=settings.native_path,
+            weights_cache=settings.weights_path,
             quantization=settings.quantization,
             kv_cache_dtype=settings.kv_cache_dtype,
             batch_invariant=settings.batch_invariant == "on",

@@ -220,6 +220,11 @@ class Settings:
         return self.cache_path / "native"
 
     @property
+    def weights_path(self) -> Path:
+        """The directory of weights that are prepared for this machine; 4 GiB at most."""
+        return self.cache_path / "weights"
+
+    @property
     def otlp_url(self) -> str:
         """Where spans are exported to, or "": the field's own variable counts where we name none.
 

@@ -5,7 +5,15 @@ import torch
 
 from kernels.attention import varlen_paged_attention
 from kernels.native import INSTRUCTION_SETS, NativeKernels, load_native
-from kernels.quantise import ROTATED, ZERO_BYTE, QuantisedRows, empty_rows, quantise_rows, rotate
+from kernels.quantise import (
+    ROTATED,
+    ZERO_BYTE,
+    QuantisedRows,
+    empty_rows,
+    quantise_rows,
+    rotate,
+    rotation_gain,
+)
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 
@@ -25,14 +33,30 @@ def assert_same(rows: QuantisedRows, others: QuantisedRows) -> None:
     assert torch.equal(rows.scales.nan_to_num(7.0), others.scales.nan_to_num(7.0))
 
 
-def test_rotation_is_the_hadamard_matrix() -> None:
-    x = torch.randn(3, 2 * ROTATED)
-    expected = (x.double().view(3, 2, ROTATED) @ hadamard()).view(3, -1)
+def test_rotation_is_the_hadamard_matrix_within_blocks_that_do_not_divide() -> None:
+    x = torch.randn(3, 5 * ROTATED)
+    expected = (x.double().view(3, 5, ROTATED) @ hadamard()).view(3, -1)
     assert torch.allclose(rotate(x).double(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("features", [1, 64, 100, 192, 320, 576, 1536])
+def test_rotation_is_orthogonal_but_for_its_gain(features: int) -> None:
+    matrix = rotate(torch.eye(features)).double()
+    expected = rotation_gain(features) * torch.eye(features, dtype=torch.float64)
+    assert torch.equal(matrix @ matrix.T, expected)
+
+
+@pytest.mark.parametrize("features", [192, 576, 1024, 1536])
+def test_one_large_feature_is_spread_over_the_row(features: int) -> None:
+    """By Hadamard alone evenly; each factor of three leaves at most two thirds of it."""
+    x = torch.zeros(1, features)
+    x[0, 77] = 1.0
+    rotated = rotate(x).abs() / rotation_gain(features) ** 0.5
+    assert (rotated > 0).all() and float(rotated.max()) <= 1.4 * features**-0.5 * 3**0.5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, features", [(0, 64), (1, 64), (5, 576), (300, 192)])
+@pytest.mark.parametrize("rows, features", [(0, 64), (1, 64), (5, 576), (300, 192), (4, 100)])
 def test_bytes_are_within_half_a_step(
     maybe_native: NativeKernels | None, rows: int, features: int, dtype: torch.dtype
 ) -> None:
@@ -46,18 +70,19 @@ def test_bytes_are_within_half_a_step(
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [320, 576, 1000])
 def test_every_instruction_set_gives_the_bits_of_the_reference(
-    native: NativeKernels, isa: str, dtype: torch.dtype
+    native: NativeKernels, isa: str, dtype: torch.dtype, features: int
 ) -> None:
     if isa not in native.available:
         pytest.skip(f"this processor has no {isa}")
-    x = (torch.randn(40, 320) * 3).to(dtype)
+    x = (torch.randn(40, features) * 3).to(dtype)
     x[3] = 0
-    x[4] = 1e-33
+    x[4] = 1e-36
     x[5, 7] = float("nan")
     x[6, 300] = float("-inf")
     x[7, 0] = 1e4
-    wide = torch.cat((x, x), dim=1)[:, :320]
+    wide = torch.cat((x, x), dim=1)[:, :features]
     rows = quantise_rows(wide, load_native(isa=isa))
     assert_same(rows, quantise_rows(x))
     assert rows.scales[3] == rows.scales[4] == 0 and (rows.values[3:5] == ZERO_BYTE).all()
