@@ -129,8 +129,11 @@ def test_bfloat16_stays_close(tiny_directory: Path) -> None:
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
-def test_int8_stays_close(tmp_path: Path, native: str) -> None:
-    path = write_directory(tmp_path / "tiny", Tiny(intermediate_size=128, num_heads=8))
+@pytest.mark.parametrize("hidden, inner, heads", [(64, 128, 8), (64, 96, 4), (42, 75, 6)])
+def test_int8_stays_close(tmp_path: Path, native: str, hidden: int, inner: int, heads: int) -> None:
+    """With whole blocks of 64 features, and with sizes that end within one."""
+    tiny = Tiny(hidden_size=hidden, intermediate_size=inner, num_heads=heads)
+    path = write_directory(tmp_path / "tiny", tiny)
     tokens = list(range(3, 40))
     exact = perplexity(load(path), tokens, 64)
     runner = load(path, quantization="int8", native=native)
