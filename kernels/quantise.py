@@ -144,7 +144,8 @@ def write_rows(x: torch.Tensor, into: QuantisedRows) -> None:
     peaks = rotated.abs().amax(dim=1)
     finite = torch.isfinite(rotated).all(dim=1)
     kept = finite & (peaks >= SMALLEST_PEAK)
-    factors = torch.where(kept, 127.0 / torch.where(kept, peaks, 1.0), 0.0)
+    # A number over a tensor would be rounded twice: as the number times the reciprocal.
+    factors = torch.full_like(peaks, 127.0) / torch.where(kept, peaks, 1.0)
     whole = torch.round(torch.where(kept[:, None], rotated, 0.0) * factors[:, None])
     into.values.copy_(whole + ZERO_BYTE)
     scales = torch.where(kept, peaks / 127.0, 0.0)

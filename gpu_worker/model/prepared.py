@@ -90,15 +90,15 @@ class PreparedWeights:
             return None
         _require_private(self._directory)
         with path.open("rb") as file:
-            places, checksum = _read_header(file, key, path.stat().st_size)
-            num_bytes = max(place.end for place in places.values())
+            header = _read_header(file, key, path.stat().st_size)
+            num_bytes = max(place.end for place in header.places.values())
             memory = zeros_in_huge_pages((num_bytes,), torch.uint8)
-            if _fill(memory, file) != checksum:
+            if _fill(memory, file, header.begin) != header.checksum:
                 raise DamagedFileError(f"{path}: its checksum is wrong")
         os.utime(path)
         return {
             name: memory[place.start : place.end].view(place.dtype).view(place.shape)
-            for name, place in places.items()
+            for name, place in header.places.items()
         }
 
     def save(self, key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -154,7 +154,7 @@ def _write(file: BinaryIO, key: str, tensors: Mapping[str, torch.Tensor]) -> Non
             "shape": shape,
             "data_offsets": [start, end],
         }
-    checksum = 0
+    checksum = _checksum_of(entries)
     for name in names:
         checksum = zlib.crc32(_bytes_of(tensors[name]), checksum)
     entries["__metadata__"] = {"key": key, "crc32": str(checksum)}
@@ -165,14 +165,28 @@ def _write(file: BinaryIO, key: str, tensors: Mapping[str, torch.Tensor]) -> Non
         file.write(_bytes_of(tensors[name]))
 
 
+def _checksum_of(entries: dict[str, Any]) -> int:
+    """What the checksum of the data begins with, so that it covers the header as well."""
+    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.is_contiguous(), "a tensor that is one run of memory"
     raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(raw)
 
 
-def _read_header(file: BinaryIO, key: str, size: int) -> tuple[dict[str, _Place], int]:
-    """Where each tensor is in the data that follows, and the data's checksum."""
+class _Header(NamedTuple):
+    """Where each tensor is in the data that follows, what the checksum begins with, and what it
+    has to come to.
+    """
+
+    places: dict[str, _Place]
+    begin: int
+    checksum: int
+
+
+def _read_header(file: BinaryIO, key: str, size: int) -> _Header:
     length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise DamagedFileError(f"{file.name}: a header of {length:,} bytes")
@@ -198,13 +212,13 @@ def _read_header(file: BinaryIO, key: str, size: int) -> tuple[dict[str, _Place]
         end = place.end
     if end == 0 or size != 8 + length + end:
         raise DamagedFileError(f"{file.name}: is {size:,} bytes long, should be {8 + length + end}")
-    return places, checksum
+    return _Header(places, _checksum_of(entries), checksum)
 
 
-def _fill(memory: torch.Tensor, file: BinaryIO) -> int:
-    """Read the rest of the file; returns its checksum."""
+def _fill(memory: torch.Tensor, file: BinaryIO, checksum: int) -> int:
+    """Read the rest of the file; returns the checksum that began before it."""
     view = _bytes_of(memory)
-    checksum, done = 0, 0
+    done = 0
     while done < len(view):
         count = file.readinto(view[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
         if not count:
