@@ -285,12 +285,18 @@ class AdmissionCore:
             request.submitted = request.accepted = True
             if request.withheld and not self._submissions.is_in_air(reply.seq_id):
                 # The answer to the last submission, so to one of after the sleep.
-                request.withheld = False
-                self.table.news[request.request_id] = request
+                self._unveil(request)
+        elif request.finished is not None:
+            # Withheld at its end, and whoever could say whose it was is gone: no other has it.
+            self._unveil(request)
         elif _may_pass(request, reply.code, now_ns):
             request.submit_at_ns = now_ns + SUBMIT_RETRY_NS
         else:
             self._end(request, request.error_frame(reply.code, reply.message), abort=False)
+
+    def _unveil(self, request: OpenRequest) -> None:
+        request.withheld = False
+        self.table.news[request.request_id] = request
 
     def _on_submit_failed(self, failed: SubmitFailed, now_ns: int) -> None:
         self._submissions.answered(failed.seq_id, wanted=failed.seq_id in self.requests)
@@ -364,10 +370,10 @@ class AdmissionCore:
             if known is not None and known.engine_id == offer.engine:
                 if known.submitted:
                     self._submit(known, now_ns)
-            elif known is not None or seq_id in self.ended:
+            elif (known is not None and known.engine_id) or seq_id in self.ended:
                 # It runs on another engine, or its client knows the end: nobody wants this one.
                 self._submissions.abort(seq_id, offer.engine)
-            elif self._has_room and ticket.model in self.vocabularies:
+            elif known is None and self._has_room and ticket.model in self.vocabularies:
                 self._take(ticket, message.envelope, offer.engine, now_ns)
 
     @property

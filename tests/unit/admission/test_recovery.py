@@ -124,6 +124,17 @@ def test_what_runs_on_another_engine_is_not_wanted_twice() -> None:
     assert [(a.engine, a.message.seq_ids) for a in desk.aborts] == [("engine-1", ["r1"])]
 
 
+def test_what_waits_for_an_engine_is_not_aborted_at_the_one_that_offers_it() -> None:
+    """Found by the simulator (seed 487): a retry had come to another admission than the request."""
+    desk = Desk()
+    desk.beat(ready=False)
+    desk.handle(ticket(retry=True))
+    assert offer(desk, submitted()) == [] and not desk.aborts
+    desk.beat()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert [submit.engine for submit in desk.submits] == [ENGINE]
+
+
 @pytest.mark.parametrize("why", ["full", "draining", "model"])
 def test_an_offer_may_be_left_to_another(why: str) -> None:
     desk = Desk(max_open=1)
@@ -281,6 +292,17 @@ def test_an_answer_of_before_the_sleep_proves_nothing() -> None:
     assert not desk.updates(tag, 0, [4], end=LENGTH)
     desk.refuse()
     assert not desk.core.requests and not desk.frames and not desk.aborts
+
+
+def test_an_end_that_was_withheld_is_shown_where_the_scheduler_of_before_is_gone() -> None:
+    """Found by the simulator (seed 445): its successor refused a sequence that has all tokens."""
+    desk = Desk()
+    tag = desk.open(max_tokens=2)
+    asleep(desk)
+    assert not desk.updates(tag, 0, [4, 5], end=LENGTH)
+    desk.acknowledge(code=ErrorCode.INVALID_REQUEST)
+    desk.flush()
+    assert [frame.finish_reason for frame in desk.ends()] == [LENGTH] and desk.text() == "w4 w5 "
 
 
 def test_a_sleep_is_noticed_once_and_time_between_beats_is_none() -> None:
