@@ -12,7 +12,7 @@ from typing import Any, Final
 from services.contracts.spans import SpanKind, TimedSpan
 
 from .admission_node import client_place
-from .checks import Check
+from .check import Check
 
 SCHEDULER_PHASES: Final = frozenset({"queue", "prefill", "decode", "preempted", "recover"})
 

@@ -24,7 +24,8 @@ from services.contracts.step import StepEvent, StepPlan, StepResult
 from .admission_node import AdmissionNode
 from .bus import Bus
 from .census import census, excess
-from .checks import AFTERMATH_NS, CHECKS, Check, Violation
+from .check import Check, Violation
+from .checks import AFTERMATH_NS, CHECKS
 from .clients import Client
 from .model import VOCAB_SIZE, Mark
 from .nemesis import MAX_LAG_NS, Nemesis
@@ -33,7 +34,6 @@ from .nodes import KvNode, Node, SchedulerNode, WorkerNode
 from .options import ROLES, SECOND_NS, Options, draw
 from .phases import Phase
 from .process import Skew
-from .trace_checks import Traces
 from .workload import Workload
 
 MAX_EVENTS = 1_000_000
@@ -107,7 +107,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.nodes: list[Node] = []
         self.max_skew = MAX_SKEW_PPM / 1e6 if o.faults.skewed else 0.0
-        self.checks = [kind(self) for kind in (*CHECKS, Traces)]
+        self.checks = [kind(self) for kind in CHECKS]
         self.nemesis = Nemesis(self, o.faults)
         self._workload = Workload(self)
         self._by_number: dict[int, Client] = {}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from services.contracts.step import StepPlan
 from services.contracts.vectors import unpack
-from services.simulator.checks import Check
+from services.simulator.check import Check
 from services.simulator.replay import failure_text
 from services.simulator.world import FAILURES, Report, World
 
