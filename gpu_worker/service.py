@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -23,13 +22,13 @@ import msgspec
 
 from services.contracts import codec
 from services.contracts.beats import Beat, ServiceKind, WorkerLoad
-from services.contracts.errors import WireError
 from services.contracts.limits import KEPT_PLANS
 from services.contracts.step import Attach, Attached, Poll, StepPlan, StepResult
 from services.models import catalog
 from services.models.errors import ModelFileError
 from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.failpoints import failpoint
+from services.runtime.incoming import Incoming
 from services.runtime.log import get_logger, report_progress, report_ready
 from services.runtime.problem import Problem
 from services.runtime.service import (
@@ -124,12 +123,12 @@ class WorkerService:
         self._loop = loop
         self.ended: asyncio.Future[None] = loop.create_future()
         self.runner = Runner(loop, self.ended.set_exception)
-        self.dropped: Counter[str] = Counter()
+        self._incoming = Incoming("gpu_worker")
 
     # ---- in
 
     def on_plan(self, delivery: Delivery) -> None:
-        plan = self._decoded(_plan, delivery)
+        plan = self._incoming.decoded(_plan, delivery)
         if plan is None or self._leaving or not self._executor.admit(plan):
             return
         # The scheduler has at most two steps in flight; a flood of plans is nobody's that we know.
@@ -138,7 +137,7 @@ class WorkerService:
         self.runner.submit(lambda: self._step(plan, ticket, queued_ns))
 
     def on_attach(self, delivery: Delivery) -> None:
-        request = self._decoded(_attach, delivery)
+        request = self._incoming.decoded(_attach, delivery)
         if request is None or self._leaving:
             return
         if not self._executor.is_repeated(request):
@@ -148,17 +147,9 @@ class WorkerService:
         self.runner.submit(lambda: self._attach(request, delivery.reply))
 
     def on_poll(self, delivery: Delivery) -> None:
-        request = self._decoded(_poll, delivery)
+        request = self._incoming.decoded(_poll, delivery)
         if request is not None:
             self._put(delivery.reply, self._executor.poll(request))
-
-    def _decoded(self, decoder: codec.Decoder[codec.T], delivery: Delivery) -> codec.T | None:
-        try:
-            return decoder.decode(delivery.payload)
-        except WireError as error:
-            self.dropped["wire"] += 1
-            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
-            return None
 
     # ---- the runner's thread
 

@@ -10,11 +10,9 @@ Shell.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 from services.contracts import codec
 from services.contracts.beats import Beat
-from services.contracts.errors import WireError
 from services.contracts.kv import (
     KvCheckRequest,
     KvDelta,
@@ -28,7 +26,8 @@ from services.contracts.kv import (
 from services.runtime.actor import Actor
 from services.runtime.bus import Bus, Delivery, Endpoint
 from services.runtime.failpoints import failpoint
-from services.runtime.log import get_logger, report_ready
+from services.runtime.incoming import Incoming
+from services.runtime.log import report_ready
 from services.runtime.service import (
     beat_forever,
     connect,
@@ -50,15 +49,12 @@ _beat_decoder = codec.Decoder(Beat)
 class KvService:
     def __init__(self, core: KvCore, bus: Bus) -> None:
         self._bus = bus
-        self._log = get_logger("kv_store")
         self.actor: Actor[Event, Reply] = Actor(core, self._perform)
-        self.dropped: Counter[str] = Counter()
+        self._incoming = Incoming("kv_store")
 
     def on_message(self, delivery: Delivery) -> None:
-        try:
-            message = _decoder.decode(delivery.payload)
-        except WireError as error:
-            self._drop(delivery, error)
+        message = self._incoming.decoded(_decoder, delivery)
+        if message is None:
             return
         if isinstance(message, KvDelta | KvSnapshot):
             if not failpoint("kv_store.before_delta"):
@@ -67,10 +63,9 @@ class KvService:
             self.actor.post(Asked(message, delivery.reply))
 
     def on_beat(self, delivery: Delivery) -> None:
-        try:
-            self.actor.post(_beat_decoder.decode(delivery.payload))
-        except WireError as error:
-            self._drop(delivery, error)
+        beat = self._incoming.decoded(_beat_decoder, delivery)
+        if beat is not None:
+            self.actor.post(beat)
 
     async def _perform(self, effect: Reply) -> None:
         message = effect.message
@@ -80,10 +75,6 @@ class KvService:
             return
         if effect.reply:
             await self._bus.publish(effect.reply, codec.encode(message))
-
-    def _drop(self, delivery: Delivery, error: WireError) -> None:
-        self.dropped["wire"] += 1
-        self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

@@ -9,9 +9,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -48,6 +47,7 @@ from services.runtime.bus import (
     RequestTimeout,
 )
 from services.runtime.failpoints import failpoint
+from services.runtime.incoming import Incoming
 from services.runtime.log import get_logger, report_ready
 from services.runtime.service import (
     beat_forever,
@@ -92,8 +92,6 @@ _poll_reply = codec.Decoder(PollReply)
 _lookup_reply = codec.Decoder(LookupReply)
 _lease_reply = codec.Decoder(LeaseReply)
 
-T = TypeVar("T")
-
 
 class _TimedCore:
     """The core, and how many nanoseconds it has taken since a StepEvent was last sent."""
@@ -129,37 +127,30 @@ class SchedulerService:
         self._requests: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
         self.actor: Actor[Event, Effect] = Actor(self._timed, self._perform, self._after_turn)
-        self.dropped: Counter[str] = Counter()
+        self._incoming = Incoming("scheduler")
+        self.dropped = self._incoming.dropped
 
     # ---- in
 
     def on_submit(self, delivery: Delivery) -> None:
-        message = self._decoded(_submit, delivery)
+        message = self._incoming.decoded(_submit, delivery)
         if message is not None and not failpoint("scheduler.after_submit"):
             self.actor.post(Submitted(message, delivery.reply))
 
     def on_abort(self, delivery: Delivery) -> None:
-        message = self._decoded(_abort, delivery)
+        message = self._incoming.decoded(_abort, delivery)
         if message is not None:
             self.actor.post(AbortAsked(message, delivery.reply))
 
     def on_result(self, delivery: Delivery) -> None:
-        message = self._decoded(_result, delivery)
+        message = self._incoming.decoded(_result, delivery)
         if message is not None and not failpoint("scheduler.after_result"):
             self.actor.post(message)
 
     def on_beat(self, delivery: Delivery) -> None:
-        message = self._decoded(_beat, delivery)
+        message = self._incoming.decoded(_beat, delivery)
         if message is not None:
             self.actor.post(message)
-
-    def _decoded(self, decoder: codec.Decoder[T], delivery: Delivery) -> T | None:
-        try:
-            return decoder.decode(delivery.payload)
-        except WireError as error:
-            self.dropped["wire"] += 1
-            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
-            return None
 
     # ---- out
 

@@ -14,9 +14,8 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -52,6 +51,7 @@ from services.runtime.bus import (
     RequestTimeout,
 )
 from services.runtime.failpoints import failpoint
+from services.runtime.incoming import Incoming
 from services.runtime.log import get_logger, report_leaving, report_progress, report_ready
 from services.runtime.service import (
     Stopping,
@@ -107,8 +107,6 @@ _beat = codec.Decoder(Beat)
 _submit_reply = codec.Decoder(SubmitReply)
 _abort_reply = codec.Decoder(AbortReply)
 
-T = TypeVar("T")
-
 
 class AdmissionService:
     def __init__(
@@ -131,7 +129,8 @@ class AdmissionService:
         # The server answers here where nobody listens to a frame.
         self.watch = bus.new_inbox()
         self.actor: Actor[Event, Effect] = Actor(core, self._perform, self._after_turn)
-        self.dropped: Counter[str] = Counter()
+        self._incoming = Incoming("admission")
+        self.dropped = self._incoming.dropped
 
     # ---- requests in
 
@@ -163,17 +162,17 @@ class AdmissionService:
             self.actor.post(Unheard(delivery.subject.rpartition(".")[2]))
 
     def on_offer(self, delivery: Delivery) -> None:
-        message = self._decoded(_offer, delivery)
+        message = self._incoming.decoded(_offer, delivery)
         if message is not None:
             self.actor.post(message)
 
     def on_updates(self, delivery: Delivery) -> None:
-        message = self._decoded(_updates, delivery)
+        message = self._incoming.decoded(_updates, delivery)
         if message is not None:
             self.actor.post(message)
 
     def on_beat(self, delivery: Delivery) -> None:
-        message = self._decoded(_beat, delivery)
+        message = self._incoming.decoded(_beat, delivery)
         if message is not None:
             self.actor.post(message)
             self._engine_heard.set()
@@ -210,14 +209,6 @@ class AdmissionService:
     def _arrival(self, delivery: Delivery) -> Arrival:
         caller = self._recorder.context(delivery.headers)
         return Arrival(caller.child(new_span_id()), caller.span_id, time.monotonic_ns())
-
-    def _decoded(self, decoder: codec.Decoder[T], delivery: Delivery) -> T | None:
-        try:
-            return decoder.decode(delivery.payload)
-        except WireError as error:
-            self.dropped["wire"] += 1
-            self._log.warning("message_dropped", subject=delivery.subject, reason=str(error))
-            return None
 
     # ---- effects out
 
