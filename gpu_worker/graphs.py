@@ -54,13 +54,14 @@ def pad_decodes(inputs: StepInputs, size: int, no_lane: int) -> StepInputs:
 
     no_lane: the output lane of rows whose token nobody keeps
     """
-    extra = size - inputs.seqlens_k.shape[0]
-    if extra == 0:
+    num_seqs = inputs.seqlens_k.shape[0]
+    if num_seqs == size:
         return inputs
 
     def pad(array: npt.NDArray[Any], value: int) -> npt.NDArray[Any]:
-        width = ((0, extra), *((0, 0) for _ in array.shape[1:]))
-        return np.pad(array, width, constant_values=value)
+        padded = np.full((size, *array.shape[1:]), value, dtype=array.dtype)
+        padded[:num_seqs] = array
+        return padded
 
     sampling, every = inputs.sampling, np.arange(size + 1, dtype=np.int32)
     in_lanes, out_lanes = inputs.input_lanes, inputs.output_lanes

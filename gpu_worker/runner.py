@@ -8,6 +8,7 @@ Device: loads weights, runs the model, writes the KV cache.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpu_worker.host_pool import HostPool
 from gpu_worker.inputs import (
     NO_LOGPROBS,
     CopyLists,
+    PenaltyBatch,
     SamplingBatch,
     StepInputs,
     StepOutputs,
@@ -260,13 +262,14 @@ class ModelRunner:
             self._host.copy_in(*ins)
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode that write nothing, so that no request pays for first calls;
-        then capture.
+        """Run a prompt, a decode, and one with penalties, which write nothing, so that no request
+        pays for first calls; then capture.
         """
         with torch.inference_mode():
             self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
+        self.execute(dataclasses.replace(_blank_step(1), penalties=_blank_penalties()))
         self.capture()
 
     def capture(self) -> None:
@@ -333,6 +336,11 @@ def blank_decodes(num_seqs: int) -> StepInputs:
         logits_rows=np.arange(num_seqs, dtype=np.int32),
         sampling=_blank_sampling(num_seqs, 0.0, 1),
     )
+
+
+def _blank_penalties() -> PenaltyBatch:
+    zero = np.zeros(1, dtype=np.int32)
+    return PenaltyBatch(zero, zero, zero, np.array([[1.0, 0.0, 0.0]], dtype=np.float32))
 
 
 def _blank_sampling(num_rows: int, temperature: float, position: int) -> SamplingBatch:

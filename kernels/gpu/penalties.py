@@ -16,7 +16,7 @@ ENTRIES = 256
 """Of one program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def penalties_kernel(
     logits, rows, token_ids, counts, factors, stride, num_entries, ENTRIES: tl.constexpr
 ):

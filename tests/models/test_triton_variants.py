@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = f"""
+import dataclasses
 import sys
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -44,7 +46,8 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "gpu")!r}]
 
 import engine
 from gpu_worker.model.operations import TritonOperations
-from gpu_worker.runner import ModelRunner
+from gpu_worker.inputs import PenaltyBatch
+from gpu_worker.runner import ModelRunner, blank_decodes
 from random_weights import RandomWeights, llama
 
 # Nothing is computed, so nothing that is sampled is a token.
@@ -74,6 +77,9 @@ for options in (
         # A replay launches nothing by itself; here every step does.
         runner._steps._graphs = None
         engine.Loop(runner, 17, 90).run(requests)
+        entries = np.zeros(16 * count, dtype=np.int32)
+        penalties = PenaltyBatch(entries, entries, entries, np.ones((count, 3), dtype=np.float32))
+        runner.execute(dataclasses.replace(blank_decodes(count), penalties=penalties))
     for name, _ in sorted(asked - known):
         print("late", name)
     print(len({{name for name, _ in known}}), len(known))
