@@ -262,14 +262,14 @@ class ModelRunner:
             self._host.copy_in(*ins)
 
     def warm_up(self) -> None:
-        """Run a prompt, a decode, and one with penalties, which write nothing, so that no request
-        pays for first calls; then capture.
+        """Run a prompt, a decode, and one with all that can be asked for, which write nothing, so
+        that no request pays for first calls; then capture.
         """
         with torch.inference_mode():
             self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
             self.execute(_blank_step(min(num_tokens, self.max_model_len)))
-        self.execute(dataclasses.replace(_blank_step(1), penalties=_blank_penalties()))
+        self.execute(_blank_step_with_all())
         self.capture()
 
     def capture(self) -> None:
@@ -338,9 +338,15 @@ def blank_decodes(num_seqs: int) -> StepInputs:
     )
 
 
-def _blank_penalties() -> PenaltyBatch:
-    zero = np.zeros(1, dtype=np.int32)
-    return PenaltyBatch(zero, zero, zero, np.array([[1.0, 0.0, 0.0]], dtype=np.float32))
+def _blank_step_with_all() -> StepInputs:
+    """One token, with penalties and log-probabilities."""
+    step, zero = _blank_step(1), np.zeros(1, dtype=np.int32)
+    factors = np.array([[1.0, 0.0, 0.0]], dtype=np.float32)
+    return dataclasses.replace(
+        step,
+        sampling=dataclasses.replace(step.sampling, num_logprobs=zero + 1),
+        penalties=PenaltyBatch(zero, zero, zero, factors),
+    )
 
 
 def _blank_sampling(num_rows: int, temperature: float, position: int) -> SamplingBatch:

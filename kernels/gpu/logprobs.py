@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.gpu.sampling import TILE, order_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def logprobs_kernel(
     logits, targets, chosen, ids, values, stride, size, num_top, TILE: tl.constexpr
 ):

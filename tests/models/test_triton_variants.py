@@ -46,7 +46,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "gpu")!r}]
 
 import engine
 from gpu_worker.model.operations import TritonOperations
-from gpu_worker.inputs import PenaltyBatch
+from gpu_worker.inputs import PenaltyBatch, PromptLogprobRequest
 from gpu_worker.runner import ModelRunner, blank_decodes
 from random_weights import RandomWeights, llama
 
@@ -79,7 +79,15 @@ for options in (
         engine.Loop(runner, 17, 90).run(requests)
         entries = np.zeros(16 * count, dtype=np.int32)
         penalties = PenaltyBatch(entries, entries, entries, np.ones((count, 3), dtype=np.float32))
-        runner.execute(dataclasses.replace(blank_decodes(count), penalties=penalties))
+        blank = blank_decodes(count)
+        wanted = np.arange(count, dtype=np.int32)
+        sampling = dataclasses.replace(blank.sampling, num_logprobs=wanted)
+        request = PromptLogprobRequest(0, 1, entries[:1], count)
+        runner.submit(
+            dataclasses.replace(
+                blank, sampling=sampling, penalties=penalties, prompt_logprobs=(request,)
+            )
+        )
     for name, _ in sorted(asked - known):
         print("late", name)
     print(len({{name for name, _ in known}}), len(known))
