@@ -1,7 +1,9 @@
 """`streetcar restart`: each service of a running cluster in turn, with no request lost.
 
+Invariant: a service whose successor cannot be started, and which still serves, goes on.
+
 The command leaves an order beside the cluster's own file and sends SIGUSR2; `streetcar up`
-takes it, and removes it when it is done. SIGUSR2 alone means all services.
+takes it, and removes it when it is done, or says first why not. SIGUSR2 alone means all services.
 
 Shell: a file, a signal.
 """
@@ -18,7 +20,7 @@ from cyclopts import Parameter
 
 from services.cli.options import ClusterOptions
 from services.cli.output import print_json
-from services.cli.running_file import find_cluster, is_alive, restart_order
+from services.cli.running_file import find_cluster, is_alive, restart_failure, restart_order
 from services.runtime.private_file import write_private
 from services.runtime.problem import Problem
 
@@ -51,6 +53,8 @@ def restart(
             fix="unset STREETCAR_NATS_URL",
         )
     order = restart_order(settings, cluster.pid)
+    failure = restart_failure(settings, cluster.pid)
+    failure.unlink(missing_ok=True)
     write_private(order, json.dumps(service or []))
     started = time.monotonic()
     os.kill(cluster.pid, signal.SIGUSR2)
@@ -61,6 +65,10 @@ def restart(
         if time.monotonic() - started > TIMEOUT_S:
             raise Problem("E402", "Restart takes too long", cause=f"{TIMEOUT_S:g} s have passed")
         time.sleep(POLL_S)
+    if failure.exists():
+        problem = Problem(**json.loads(failure.read_bytes()))
+        failure.unlink()
+        raise problem
     took = round(time.monotonic() - started, 2)
     if json_output:
         print_json({"restarted": service or "all", "seconds": took})

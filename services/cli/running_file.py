@@ -112,6 +112,11 @@ def restart_order(settings: Settings, pid: int) -> Path:
     return _path(settings, pid).with_suffix(".restart")
 
 
+def restart_failure(settings: Settings, pid: int) -> Path:
+    """Where that cluster says why it could not restart them: the fields of a Problem, as JSON."""
+    return _path(settings, pid).with_suffix(".restart-failed")
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process has this id."""
     try:

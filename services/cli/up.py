@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli.options import ClusterOptions
-from services.cli.output import ClusterReporter, print_json
+from services.cli.output import ClusterReporter, print_json, print_problem
+from services.runtime.private_file import write_private
+from services.runtime.problem import Problem
 
 
 def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
@@ -25,7 +27,13 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
         Print one line of JSON once ready: nats_url, http_url, pids by service.
     """
     from services.cli.running import prepare, restart_signals, run_cluster
-    from services.cli.running_file import RunningCluster, forget, remember, restart_order
+    from services.cli.running_file import (
+        RunningCluster,
+        forget,
+        remember,
+        restart_failure,
+        restart_order,
+    )
     from services.runtime.bus_url import without_password
     from services.runtime.cluster import Cluster
 
@@ -62,7 +70,11 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
                 await asked.wait()
                 asked.clear()
                 order = restart_order(settings, os.getpid())
-                await cluster.restart(_ordered(order, cluster.services))
+                try:
+                    await cluster.restart(_ordered(order, cluster.services))
+                except Problem as problem:
+                    print_problem(problem, as_json=False)
+                    write_private(restart_failure(settings, os.getpid()), _as_json(problem))
                 order.unlink(missing_ok=True)
 
     async def run() -> None:
@@ -75,6 +87,12 @@ def up(options: ClusterOptions | None = None, *, json: bool = False) -> int:
     if not json:
         print("stopped", file=sys.stderr)
     return 0
+
+
+def _as_json(problem: Problem) -> str:
+    return jsonlib.dumps(
+        {"code": problem.code, "title": problem.title, "cause": problem.cause, "fix": problem.fix}
+    )
 
 
 def _ordered(order: Path, known: Sequence[str]) -> list[str]:

@@ -43,7 +43,8 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Life:
     """A process that runs, or is being made. `task` ends with it, and says how.
 
-    was_ready: it has said that it serves. left: set where it makes room for its successor.
+    was_ready: it has said that it serves; leaving: that it takes nothing new. left: set where it
+    makes room for its successor.
     verdict: why it was killed, where that was our own doing.
     """
 
@@ -57,6 +58,7 @@ class Life:
     ) -> None:
         """on_status: hears every status line. pass_fds: open files that it inherits."""
         self.was_ready = False
+        self.leaving = False
         self.left = asyncio.Event()
         self.verdict = ""
         self._log = log
@@ -144,6 +146,7 @@ class Life:
                 self._log.write(line)
                 continue
             self.was_ready = self.was_ready or status.event == "ready"
+            self.leaving = self.leaving or status.event == "leaving"
             self._on_status(self, status)
 
     async def _read_log(self, stream: asyncio.StreamReader) -> None:

@@ -110,7 +110,7 @@ class Supervisor:
 
     async def restart(self, name: str) -> None:
         """Replace one service, and wait until its successor is ready: after its end, or beside it,
-        as its spec says. Raises ServiceFailure.
+        as its spec says. Raises ServiceFailure; where the one before it still serves, it goes on.
         """
         restarted = asyncio.ensure_future(self._services[name].restart())
         ends: set[asyncio.Future[Any]] = {restarted, self._failure}
@@ -120,6 +120,7 @@ class Supervisor:
                 raise self._failure.result()
             if not restarted.done():
                 raise self._too_slow()
+            restarted.result()
         finally:
             restarted.cancel()
 
@@ -207,6 +208,7 @@ class _Service:
         self._endings: set[asyncio.Task[None]] = set()
         self._retired = False
         self._fatal = False
+        self._refusal: ServiceFailure | None = None
         self._restart_asked = False
         self._task: asyncio.Task[None] | None = None
 
@@ -226,8 +228,11 @@ class _Service:
             life.send(signal.SIGKILL)
 
     async def restart(self) -> None:
-        """Until the next life is ready. Between two lives there is nothing to end."""
-        life = self._life
+        """Until the next life is ready. Between two lives there is nothing to end.
+
+        Raises ServiceFailure where it cannot be started; then the life before it goes on.
+        """
+        life, self._refusal = self._life, None
         if life is not None and not life.task.done():
             self.ready.clear()
             if self._spec.beside and life.was_ready:
@@ -237,6 +242,9 @@ class _Service:
                 self._emit("stopping", "to be started again")
                 await life.end(signal.SIGTERM, STOP_TIMEOUT_S)
         await self.ready.wait()
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
 
     def end_hung(self, reason: str) -> None:
         if self._life is not None:
@@ -268,34 +276,51 @@ class _Service:
         return [life for life in lives if not life.task.done()]
 
     async def _keep_alive(self) -> None:
+        reinstated: Life | None = None
         while not self._retired:
-            self._emit("starting")
-            life = self._life = Life(
-                self._spec.command,
-                self.environment,
-                self._log,
-                self._on_status,
-                self._spec.pass_fds,
-            )
+            life, reinstated = reinstated or self._begin(), None
             if not await self._ended(life):
                 self._elders.append(life)
                 continue
-            reason = life.task.result()
             self.ready.clear()
             if self._retired:
-                return
-            if self._fatal:
                 return
             if self._restart_asked:
                 self._restart_asked = False
                 continue
-            self._emit("died", reason)
-            delay = self._policy.on_death(time.monotonic(), was_ready=life.was_ready)
-            if delay is None:
-                self._fail("E403", f"{self.name} keeps dying", self._with_tail(reason))
-                return
-            self._emit("restarting", f"in {delay:.2g} s: {reason}")
-            await asyncio.sleep(delay)
+            if not self._fatal:
+                await self._after_death(life)
+            if self._fatal:
+                if self._refusal is None:
+                    return
+                reinstated = self._reinstate()
+
+    async def _after_death(self, life: Life) -> None:
+        """Until it is time for the next life, where there is to be one."""
+        reason = life.task.result()
+        self._emit("died", reason)
+        delay = self._policy.on_death(time.monotonic(), was_ready=life.was_ready)
+        if delay is None:
+            self._fail("E403", f"{self.name} keeps dying", self._with_tail(reason))
+            return
+        self._emit("restarting", f"in {delay:.2g} s: {reason}")
+        await asyncio.sleep(delay)
+
+    def _begin(self) -> Life:
+        self._emit("starting")
+        spec = self._spec
+        self._life = Life(spec.command, self.environment, self._log, self._on_status, spec.pass_fds)
+        return self._life
+
+    def _reinstate(self) -> Life:
+        """The one before goes on in its place, as it has served all the time."""
+        self._fatal = False
+        self._policy = RestartPolicy()
+        life = self._life = self._elders.pop()
+        life.left.clear()
+        self.ready.set()
+        self._emit("ready", fields=self.fields)
+        return life
 
     async def _ended(self, life: Life) -> bool:
         """Until its end; False where it makes room for another one, which is no death, however
@@ -327,7 +352,6 @@ class _Service:
                 self.ready.clear()
                 life.left.set()
         else:
-            self._fatal = True
             self._fail(status.code, f"{self.name} cannot run", status.message, status.fix)
 
     def _end_elders(self) -> None:
@@ -352,8 +376,15 @@ class _Service:
         task.add_done_callback(self._endings.discard)
 
     def _fail(self, code: str, title: str, cause: str, fix: str = "") -> None:
+        """It cannot run: the end of the whole, where not the one before it still serves."""
+        self._fatal = True
         self._emit("failed", cause)
-        self._on_failure(ServiceFailure(code, title, cause=cause, fix=fix))
+        failure = ServiceFailure(code, title, cause=cause, fix=fix)
+        before = self._elders[-1] if self._elders else None
+        if before is not None and not before.leaving and not before.task.done():
+            self._refusal = failure
+        else:
+            self._on_failure(failure)
 
     def _with_tail(self, reason: str) -> str:
         return "\n".join([f"{reason}; the end of {self._log.path}:", *self._log.tail()])

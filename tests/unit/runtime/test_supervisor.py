@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import bounded_log, life
+from services.runtime import bounded_log, life, restarts
 from services.runtime import supervisor as module
 from services.runtime.supervisor import (
     ServiceFailure,
@@ -368,4 +368,33 @@ if len(lives) == 1: sys.exit(3)
     assert _is_running(old)
     kinds = recorder.kinds("gateway")
     assert kinds[2:] == ["starting", "died", "restarting", "starting", "ready", "draining"]
+    await _stopped(supervisor.stop())
+
+
+@pytest.mark.parametrize("ending", ["fatal", "crash"])
+async def test_a_successor_that_cannot_run_leaves_the_old_one_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(restarts, "MAX_FAILED_STARTS", 2)
+    broken = tmp_path / "broken"
+    last_words = '{"event": "fatal", "message": "no"}' if ending == "fatal" else "no"
+    script = f"""
+import os, sys
+if os.path.exists({str(broken)!r}): print({last_words!r}, flush=True); sys.exit(1)
+{DRAINING}
+"""
+    supervisor, recorder = _make(tmp_path, beside=True, gateway=script)
+    await supervisor.start()
+    old = supervisor.pids["gateway"]
+    broken.touch()
+    with pytest.raises(ServiceFailure) as caught:
+        await supervisor.restart("gateway")
+    assert "no" in caught.value.cause
+    assert supervisor.pids["gateway"] == old and _is_running(old)
+    assert recorder.kinds("gateway")[-2:] == ["failed", "ready"]
+    broken.unlink()
+    await supervisor.restart("gateway")
+    assert supervisor.pids["gateway"] != old
+    os.kill(supervisor.pids["gateway"], signal.SIGKILL)
+    await recorder.until(lambda: recorder.kinds("gateway")[-1] == "ready")
     await _stopped(supervisor.stop())
