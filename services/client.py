@@ -125,7 +125,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        with contextlib.suppress(TimeoutError, OSError, nats.errors.Error):
+        with contextlib.suppress(TimeoutError, OSError, nats.errors.Error, RuntimeError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._connection.close()
 
@@ -186,7 +186,11 @@ class Client:
 
     async def publish(self, subject: str, payload: bytes, **more: Any) -> None:
         """To `subject` below the prefix. Raises nats.errors.Error where the bus is away."""
-        await self._connection.publish(f"{self.prefix}.{subject}", payload, **more)
+        try:
+            await self._connection.publish(f"{self.prefix}.{subject}", payload, **more)
+        except RuntimeError as error:
+            # What uvloop says of a connection that has just closed, before nats-py knows it.
+            raise nats.errors.ConnectionClosedError from error
 
     async def _deliver(self, message: Msg) -> None:
         call = self._calls.get(message.subject.rpartition(".")[2])

@@ -39,6 +39,13 @@ CLOSE_TIMEOUT_S: Final = 2.0
 SERVICE_VERSION: Final = "1.0.0"
 MAX_REASON_CHARS: Final = 300
 
+# RuntimeError: what uvloop says of a connection that has just closed, before nats-py knows it.
+_AWAY: Final = (
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.ConnectionClosedError,
+    RuntimeError,
+)
+
 
 class NoResponders(StreetcarError):
     """Nobody listens on the subject: the service is not there."""
@@ -171,7 +178,7 @@ class NatsBus:
             raise PayloadTooLarge(len(payload), self.max_payload)
         try:
             await self._client.publish(subject, payload, reply=reply, headers=headers)
-        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+        except _AWAY:
             self.dropped["publish_disconnected"] += 1
             return False
         return True
@@ -228,7 +235,7 @@ class NatsBus:
             raise NoResponders(f"nobody answers on {subject}") from None
         except (TimeoutError, nats.errors.TimeoutError):
             raise RequestTimeout(f"no answer on {subject} within {timeout_s:g} s") from None
-        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+        except _AWAY:
             self.dropped["request_disconnected"] += 1
             raise RequestTimeout(f"the bus is away; {subject} was not asked") from None
         return bytes(answer.data)
@@ -283,7 +290,7 @@ async def disconnect(client: Client) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await client.close()
-    except (TimeoutError, nats.errors.Error, OSError):
+    except (TimeoutError, nats.errors.Error, OSError, RuntimeError):
         return
 
 
@@ -291,5 +298,5 @@ async def _quietly(ending: Awaitable[object]) -> None:
     """Closing goes on whatever one part of it says."""
     try:
         await ending
-    except (nats.errors.Error, OSError):
+    except (nats.errors.Error, OSError, RuntimeError):
         return

@@ -205,6 +205,29 @@ async def test_after_a_silence_the_owner_is_asked_and_then_the_request_is_sent_a
     assert fake.resumed == [0, 0, 0]
 
 
+async def test_a_connection_that_has_just_closed_is_the_bus_being_away(
+    fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop raises RuntimeError then, which is none of nats-py's errors."""
+    monkeypatch.setattr(services.client, "ASK_AFTER_S", 0.02)
+    publish, refused = client._connection.publish, []
+
+    async def publish_once(subject: str, payload: bytes, **more: Any) -> None:
+        if ".resume." in subject and not refused:
+            refused.append(subject)
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+        await publish(subject, payload, **more)
+
+    async def answer_who_asks(fake: FakeAdmission, request: Request, reply: str) -> None:
+        await fake.until(lambda: fake.resumed != [])
+        await answer(fake, request, reply)
+
+    monkeypatch.setattr(client._connection, "publish", publish_once)
+    fake.script = answer_who_asks
+    client.first_frame_timeout_s = WAIT_S
+    assert text(await collect(client)) == "t0 t1 t2 " and refused
+
+
 async def test_a_request_that_is_somebodys_is_not_sent_again(
     fake: FakeAdmission, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

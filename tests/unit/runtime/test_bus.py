@@ -1,13 +1,15 @@
-"""Two members of a queue group on a real bus, one of which leaves."""
+"""The bus of services: two members of a queue group, one of which leaves; a server that is away."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import nats.errors
 import pytest
 
-from services.runtime.bus import Delivery, Endpoint, NatsBus
+from services.runtime.bus import Delivery, Endpoint, NatsBus, RequestTimeout
 from services.runtime.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
@@ -59,3 +61,33 @@ async def test_who_leaves_a_group_handles_what_was_delivered_and_gets_no_more(
             await asyncio.sleep(0.01)
         await first.bus.close()
         await second.bus.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        nats.errors.OutboundBufferLimitError(),
+        nats.errors.ConnectionClosedError(),
+        RuntimeError("unable to perform operation on <TCPTransport closed=True>"),
+    ],
+)
+async def test_a_connection_that_has_closed_drops_what_is_sent(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last is uvloop's word for one that nats-py does not know to be closed yet."""
+
+    async def refuse(*_arguments: Any, **_more: Any) -> None:
+        raise error
+
+    async with NatsServer(tmp_path) as server:
+        bus = NatsBus("test")
+        await bus.connect(server.url)
+        try:
+            monkeypatch.setattr(bus.client, "publish", refuse)
+            monkeypatch.setattr(bus.client, "request", refuse)
+            assert not await bus.publish("a", b"x")
+            with pytest.raises(RequestTimeout, match="away"):
+                await bus.request("a", b"x", timeout_s=1.0)
+            assert bus.dropped == {"publish_disconnected": 1, "request_disconnected": 1}
+        finally:
+            await bus.close()
