@@ -2,9 +2,11 @@
 
 Plans are idempotent by (generation, epoch, step_id): a duplicate is ignored, a gap is waited out
 (the scheduler polls), another epoch's plan is dropped. The last results are kept, so that a poll
-can give one again.
+can give one again. After a step for which there is no memory no step of its epoch runs, because
+each plan counts on those before it.
 
-Pure: the model is whatever has `execute(StepInputs) -> StepOutputs` and can copy blocks.
+Pure: the model is whatever has `execute(StepInputs) -> StepOutputs` and can copy blocks; it raises
+MemoryError where it has none.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Executor:
         self.dropped: Counter[str] = Counter()
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._attached: Attached | None = None
+        self._void_epoch = 0
 
     # ---- who may speak
 
@@ -146,6 +149,27 @@ class Executor:
         plan that cannot be.
         """
         self.ledger = plan.ledger or self.ledger
+        if plan.epoch != self._void_epoch:
+            try:
+                return self._compute(plan)
+            except MemoryError:
+                pass
+        return self.give_up(plan)
+
+    def give_up(self, plan: StepPlan) -> StepResult:
+        """The result of a step for which there is no memory; nor does any later one of its epoch
+        run.
+        """
+        self._void_epoch = plan.epoch
+        return StepResult(
+            generation=plan.generation,
+            epoch=plan.epoch,
+            number=plan.number,
+            step_id=plan.step_id,
+            out_of_memory=True,
+        )
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         scheduled = self._mirror.apply(plan)
         copies = self._mirror.copies(plan)
         if copies is not None:

@@ -28,6 +28,7 @@ from gpu_worker.inputs import (
     StepOutputs,
 )
 from gpu_worker.kv_cache import KVCache
+from gpu_worker.memory import raises_memory_error
 from gpu_worker.model.llama import LlamaModel, LlamaWeights
 from gpu_worker.model.loader import Progress, WeightSource, load_weights
 from gpu_worker.model.operations import HostOperations, Operations, TritonOperations
@@ -231,6 +232,7 @@ class ModelRunner:
         """Run one step; an empty step gives empty results."""
         return self.collect(self.submit(inputs))
 
+    @raises_memory_error
     def submit(self, inputs: StepInputs) -> Submitted:
         """Queue one step on the device, behind those queued before it; on the CPU, run it.
 
@@ -244,6 +246,7 @@ class ModelRunner:
         with _current(self.device):
             return Submitted(inputs, self._steps.submit(inputs))
 
+    @raises_memory_error
     def collect(self, submitted: Submitted) -> StepOutputs:
         """Wait for a step and read its results; steps are collected in order, once each."""
         inputs = submitted.inputs
@@ -252,6 +255,7 @@ class ModelRunner:
             return StepOutputs(nothing, nothing.astype(np.bool_), [], [])
         return read_outputs(inputs, submitted.fetch.wait())
 
+    @raises_memory_error
     @torch.inference_mode()
     def copy_blocks(self, copies: CopyLists) -> None:
         """Copies between the cache and host memory, outs before ins."""

@@ -160,7 +160,8 @@ class WorkerService:
         self._began_ns = start_ns
         links = self._traced.links(plan)
         failpoint("worker.before_forward")
-        result = self._executor.run(plan)
+        starved = failpoint("worker.no_memory")
+        result = self._executor.give_up(plan) if starved else self._executor.run(plan)
         end_ns = time.monotonic_ns()
         result = msgspec.structs.replace(
             result,
@@ -183,7 +184,10 @@ class WorkerService:
 
     def _finished(self, result: StepResult, num_tokens: int) -> None:
         self._executor.remember(result)
-        self._times.observe(num_tokens, result.elapsed_us * 1000)
+        if result.out_of_memory:
+            self._log.error("out_of_memory", step_id=result.step_id, num_tokens=num_tokens)
+        else:
+            self._times.observe(num_tokens, result.elapsed_us * 1000)
         if not failpoint("worker.after_forward"):
             self._put(self._result_subject, result)
 

@@ -185,12 +185,15 @@ class Batch:
         most = (self.pool.num_blocks - 1) // LEASE_MAX_SHARE
         self.lease.low_water = max(self._low_water, min(reserve, most))
 
+    def named_by(self, step: Step) -> list[Sequence]:
+        """Those that `step`, which is under way, computes, in the order of its lanes."""
+        return [step.departed.get(n) or self.lanes.occupant(n) for n in step.lanes.tolist()]
+
     def in_flight(self) -> list[InFlight]:
         """Who is named by a step under way, and which of its tokens they compute."""
         named: dict[int, InFlight] = {}
         for step in self.pipeline.steps:
-            for lane, count in zip(step.lanes.tolist(), step.counts.tolist(), strict=True):
-                seq = step.departed.get(lane) or self.lanes.occupant(lane)
+            for seq, count in zip(self.named_by(step), step.counts.tolist(), strict=True):
                 first = self._num_computed(seq)
                 last = named[seq.uid].last if seq.uid in named else first
                 named[seq.uid] = InFlight(seq, first, last + count)

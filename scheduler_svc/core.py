@@ -42,6 +42,7 @@ from .policies import Policies
 from .policies.token_budget import default_budget
 from .roster import Roster
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .step_memory import DOES_NOT_FIT
 from .suspects import POISONED
 from .times import NEVER_NS
 from .totals import Totals
@@ -227,6 +228,15 @@ class SchedulerCore:
                 self.experience.counters.arrive(seq.salt, present)
         self.updates.admission_index(seq.admission_id)
         self.waiting.add(seq)
+        if seq.num_output_tokens:
+            self._end_if_over(seq)
+
+    def _end_if_over(self, seq: Sequence) -> None:
+        """Its admission has all of it, but heard the end from a scheduler that was replaced."""
+        if seq.is_stop(int(seq.token_ids[seq.num_tokens - 1])):
+            self._finish(seq, FinishReason.STOP)
+        elif seq.num_tokens >= seq.max_total_tokens:
+            self._finish(seq, FinishReason.LENGTH)
 
     def _resend(self, seq: Sequence, message: SubmitSequence) -> None:
         """Submitted again: its admission has missed something, or another one takes it over."""
@@ -325,6 +335,10 @@ class SchedulerCore:
             # The result before it was lost: ask for it; this one comes again by the same way.
             self._poll(now_ns)
             return
+        if result.out_of_memory:
+            self._on_out_of_memory(step)
+            return
+        self.experience.memory.fitted()
         period_ns = now_ns - pipeline.last_result_ns
         self.phases.arrived(step)
         for seq, reason, code, message in self.batch.take_result(result, now_ns, self.updates):
@@ -334,6 +348,23 @@ class SchedulerCore:
         self.totals.num_step_seqs += len(step.lanes)
         self.totals.num_output_tokens += len(result.token_ids) // 4
         self._effects.append(self._step_event(step, result, period_ns))
+
+    def _on_out_of_memory(self, step: Step) -> None:
+        """Nothing of `step` has run, and the worker runs nothing more of this epoch: smaller steps
+        in the next one.
+        """
+        memory, seqs = self.experience.memory, self.batch.named_by(step)
+        unfit = memory.did_not_fit(step.num_tokens, seqs)
+        note: dict[str, int | float | str] = {
+            "num_tokens": step.num_tokens,
+            "num_seqs": len(seqs),
+            "num_kv_tokens": step.num_kv_tokens,
+            "ceiling": memory.ceiling,
+        }
+        self._effects.append(Note("out_of_memory", note))
+        self._detach()
+        if unfit is not None and unfit.status is not SequenceStatus.FINISHED:
+            self._finish(unfit, FinishReason.ERROR, ErrorCode.OUT_OF_MEMORY, DOES_NOT_FIT)
 
     def _step_event(self, step: Step, result: StepResult, period_ns: int) -> StepEvent:
         """`plan_bytes` and `scheduler_us` are the shell's to fill in."""

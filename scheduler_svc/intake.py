@@ -35,7 +35,7 @@ def refuse(message: SubmitSequence, limits: EngineLimits, num_waiting: int) -> R
     num_prompt, num_accepted = len(message.prompt) // 4, len(message.accepted) // 4
     total = num_prompt + message.max_tokens
     asked = f"prompt ({num_prompt}) + max_tokens ({message.max_tokens})"
-    if num_prompt == 0 or num_accepted >= message.max_tokens:
+    if num_prompt == 0 or message.max_tokens == 0 or num_accepted > message.max_tokens:
         return Refusal(ErrorCode.INVALID_REQUEST, "there is nothing to compute")
     if total > limits.max_model_len:
         return Refusal(

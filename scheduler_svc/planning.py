@@ -32,6 +32,7 @@ from .policies.queueing import TokenCounters, may_pass, next_in_line
 from .policies.step_kind import DECODE, MIXED, PREFILL, Ballot, Kind, choose_kind, wants_prefill
 from .policies.token_budget import adaptive_budget, step_target_ms
 from .sequence import NO_LANE, Sequence, SequenceStatus
+from .step_memory import StepMemory
 from .step_time import StepTimeModel
 from .suspects import Suspects
 from .times import NEVER_NS
@@ -50,7 +51,7 @@ class Shape(NamedTuple):
 @dataclass(slots=True)
 class Experience:
     """What is learned, whatever epoch it was: output lengths, step times, tokens by tenant, who was
-    there when a worker died, and what may be broken in the cache.
+    there when a worker died, what may be broken in the cache, and what its memory holds.
     """
 
     outputs: OutputLengths = field(default_factory=OutputLengths)
@@ -58,6 +59,7 @@ class Experience:
     counters: TokenCounters = field(default_factory=TokenCounters)
     suspects: Suspects = field(default_factory=Suspects)
     forgotten: Forgotten = field(default_factory=Forgotten)
+    memory: StepMemory = field(default_factory=StepMemory)
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class Planner:
     def fill_alone(self, step_id: int, seq: Sequence, admission_index: dict[str, int]) -> Step:
         """A step of `seq` and of nobody else; it computes nothing where `seq` finds no room."""
         self._clear()
-        budget = self.shape.max_num_batched_tokens
+        budget = self._most_tokens
         if seq.lane != NO_LANE:
             chunk = self._chunk(seq, budget)
             if chunk:
@@ -201,8 +203,12 @@ class Planner:
         )
         return choose_kind(self.policies, ballot)
 
+    @property
+    def _most_tokens(self) -> int:
+        return min(self.shape.max_num_batched_tokens, self.experience.memory.ceiling)
+
     def _budget(self, decodes: LaneIndices) -> int:
-        most = self.shape.max_num_batched_tokens
+        most = self._most_tokens
         if not self.policies.itl_target_ms:
             return most
         num_kv_tokens = int(self.lanes.computed[decodes].sum())
@@ -297,8 +303,9 @@ class Planner:
     def _admit(self, budget: int, admission_index: dict[str, int], now_ns: int) -> None:
         if not len(self.waiting) or budget <= 0:
             return
-        room = self._open_door(now_ns)
-        if not room:
+        # Where memory is short, each that runs is one that decodes.
+        room = min(self._open_door(now_ns), self.experience.memory.ceiling - self.lanes.num_active)
+        if room <= 0:
             return
         queue = self.policies.queue
         served = self.experience.counters.served

@@ -63,7 +63,8 @@ class Sequence:
     num_passed: how many went before it because it did not fit.
     num_deaths: of workers while they computed tokens died_from .. died_before - 1 of it, since it
     last got past them; runs_alone: nobody else may be computed in its steps; num_trials: how often
-    that began (`suspects.py`).
+    that began (`suspects.py`). num_unfit: small steps of it alone that the worker had no memory for
+    (`step_memory.py`).
     logprobs, prompt_logprobs: kept by (offset or first position) for as long as they may be asked
     for again.
     """
@@ -100,6 +101,7 @@ class Sequence:
     died_before: int = 0
     runs_alone: bool = False
     num_trials: int = 0
+    num_unfit: int = 0
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 

@@ -25,6 +25,7 @@ class ErrorCode(StrEnum):
     LOGPROBS_LOST = "logprobs_lost"
     NUMERICS = "numerics"
     POISONED = "poisoned"
+    OUT_OF_MEMORY = "out_of_memory"
     INTERNAL = "internal"
 
 
@@ -54,6 +55,7 @@ ERRORS: dict[ErrorCode, ErrorKind] = {
     ErrorCode.LOGPROBS_LOST: ErrorKind(500, True),
     ErrorCode.NUMERICS: ErrorKind(500, False),
     ErrorCode.POISONED: ErrorKind(500, False),
+    ErrorCode.OUT_OF_MEMORY: ErrorKind(500, False),
     ErrorCode.INTERNAL: ErrorKind(500, True),
 }
 

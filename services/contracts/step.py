@@ -124,7 +124,8 @@ class StepResult(Message, frozen=True, tag="result"):
     ascending lane order.
 
     failed: lanes whose logits were not finite. elapsed_us: of the step. waited_us: how long its
-    plan lay queued before the step began; 0 means that the worker stood idle for it.
+    plan lay queued before the step began; 0 means that the worker stood idle for it. out_of_memory:
+    it has not run, nor will any other of its epoch: the lanes are no longer those of the plans.
     """
 
     generation: int
@@ -138,6 +139,7 @@ class StepResult(Message, frozen=True, tag="result"):
     prompt_logprobs: Annotated[list[LanePromptLogprobs], Meta(max_length=limits.MAX_ENTRIES)] = []
     elapsed_us: int = 0
     waited_us: int = 0
+    out_of_memory: bool = False
 
 
 class Poll(Message, frozen=True, tag="poll"):

@@ -72,6 +72,7 @@ PLACES: Final[Mapping[str, Place]] = {
     # The epoch has been issued, the scheduler has not heard it.
     "worker.after_attach": Place("the answer"),
     "worker.before_forward": Place(),
+    "worker.no_memory": Place("the memory for the step"),
     # Computed, and the result is not out yet.
     "worker.after_forward": Place("the result"),
     "worker.after_result": Place(),

@@ -209,6 +209,9 @@ class Errors(Check):
                 # What dies with it by chance counts too.
                 by_chance = world.num_killed("worker", client.sent_ns)
                 return mark is Mark.DEADLY or bool(by_chance)
+            case ErrorCode.OUT_OF_MEMORY:
+                starved: bool = world.nemesis.starved_since(client.sent_ns)
+                return starved
             case ErrorCode.CONTEXT_LENGTH_EXCEEDED:
                 length = len(client.request.prompt_token_ids or ())
                 most: int = world.options.max_model_len

@@ -1,5 +1,5 @@
 """The shadow model with marked requests: some make the worker die, some make logits that are not
-finite; and with blocks whose content is not finite.
+finite; with blocks whose content is not finite, and in a memory that may be short.
 
 A request is known by its sampling seed. Slots that a failed row wrote are spoilt, so that whoever
 reads them later answers wrong. Whoever reads a slot that is not finite has no finite logits, and
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -38,13 +39,32 @@ class Mark(StrEnum):
     DEADLY_TOGETHER = "deadly together"
 
 
+@dataclass(slots=True)
+class Memory:
+    """Of every worker: tokens of the largest step that fits, None where all do; num_unfit: steps
+    that did not.
+    """
+
+    tokens: int | None = None
+    num_unfit: int = 0
+
+    def take(self, num_tokens: int) -> None:
+        if self.tokens is not None and num_tokens > self.tokens:
+            self.num_unfit += 1
+            raise MemoryError(f"{num_tokens} tokens in a memory for {self.tokens}")
+
+
 class MarkedModel(ShadowModel):
     """marks: by seed, and from which length of its sequence on it counts. victims: seeds that have
     read what is not finite, added to.
     """
 
     def __init__(
-        self, shape: EngineShape, marks: Mapping[int, tuple[Mark, int]], victims: set[int]
+        self,
+        shape: EngineShape,
+        marks: Mapping[int, tuple[Mark, int]],
+        victims: set[int],
+        memory: Memory,
     ) -> None:
         super().__init__(
             num_blocks=shape.num_blocks,
@@ -54,6 +74,7 @@ class MarkedModel(ShadowModel):
         )
         self._marks = marks
         self._victims = victims
+        self._memory = memory
         self._is_spoilt = False
 
     def spoil(self, block_id: int) -> None:
@@ -62,6 +83,7 @@ class MarkedModel(ShadowModel):
         self._tokens.reshape(-1, self.block_size)[block_id] = _NOT_FINITE
 
     def execute(self, inputs: StepInputs) -> StepOutputs:
+        self._memory.take(len(inputs.input_ids))
         outputs = self._execute(inputs)
         return self._spread(inputs, outputs) if self._is_spoilt else outputs
 

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from scheduler_svc.step_memory import SMALL_STEP_TOKENS
+
 from .bus import Asking, Envelope
 from .network import Action, Cut, Parcel
-from .options import ROLES, SECOND_NS, FaultOptions, Strike
+from .options import MEMORY_FAULTS, ROLES, SECOND_NS, FaultOptions, Strike
 from .phases import Phase
 
 MAX_PAST: Final = 256
@@ -26,7 +28,9 @@ REPLACED_AFTER_NS: Final = SECOND_NS
 REPLACED: Final = ("scheduler", "admission", "kv_store")
 STALE_MESSAGES: Final = 8
 MAX_LAG_NS: Final = 60 * SECOND_NS
-SPOIL_AGAIN_NS: Final = 50_000_000
+LOOK_AGAIN_NS: Final = 20_000_000
+MEMORY_TOKENS: Final = (0, 1, 3, 8, 20, 50)
+SHORT_OF_MEMORY_NS: Final = 2 * SECOND_NS
 ASKED_KINDS: Final = frozenset({"submit", "abort", "attach", "poll", "lookup", "lease"})
 REPLAYED_KINDS: Final = ASKED_KINDS | {"updates", "plan", "result", "delta", "snapshot", "beat"}
 
@@ -53,7 +57,7 @@ class Ghost:
 
 class Nemesis:
     """happened: how often each fault took place; reached: each phase. trouble: times (from, to) in
-    which something was wrong.
+    which something was wrong; starved: when memory became short, and for how many tokens there was.
     """
 
     def __init__(self, world: Any, faults: FaultOptions) -> None:
@@ -65,6 +69,7 @@ class Nemesis:
         self.happened: Counter[str] = Counter()
         self.reached: Counter[Phase] = Counter()
         self.trouble: list[tuple[int, int]] = []
+        self.starved: list[tuple[int, int]] = []
         self.over = False
         self._strikes: dict[Phase, list[Strike]] = {}
         for strike in faults.strikes:
@@ -73,16 +78,20 @@ class Nemesis:
         self._num_ghosts = 0
         self.network.watch = self.watch
 
-    def begin(self, until_ns: int) -> None:
-        """Draw the moments of the timed faults, from now to `until_ns`."""
+    def begin(self, last_ns: int, until_ns: int) -> None:
+        """Draw the moments of the timed faults, from now to `until_ns`; of those that need requests
+        to hit, to the last one's arrival at `last_ns`.
+        """
         for name in self.faults.timed:
-            at_ns = self.rng.randrange(self.clock.now_ns, until_ns)
+            latest_ns = last_ns if name in MEMORY_FAULTS else until_ns
+            at_ns = self.rng.randrange(self.clock.now_ns, latest_ns)
             self.clock.at(at_ns, partial(self._strike_now, name))
 
     def heal(self) -> None:
         """The faults are over: links carry, the stopped wake, the dead are started."""
         self.over = True
         self.world.bus.outage = False
+        self.world.memory.tokens = None
         self.network.calm()
         self.world.revive()
 
@@ -244,7 +253,32 @@ class Nemesis:
             worker.model.spoil(self.rng.choice(known))
             self.note("block spoilt")
         else:
-            self._later(SPOIL_AGAIN_NS, self.spoil_block)
+            self._later(LOOK_AGAIN_NS, self.spoil_block)
+
+    def short_of_memory(self) -> None:
+        """Steps of more tokens than so many do not fit, for a while; it begins while some run."""
+        scheduler = self.world.current("scheduler")
+        if scheduler is None or not scheduler.core.batch.lanes.num_active:
+            self._later(LOOK_AGAIN_NS, self.short_of_memory)
+            return
+        tokens = self.rng.choice(MEMORY_TOKENS)
+        duration_ns = self.rng.randrange(1, SHORT_OF_MEMORY_NS)
+        self.world.memory.tokens = tokens
+        self.note("short of memory", duration_ns)
+        now_ns = self.clock.now_ns
+        self.starved.append((now_ns, tokens))
+
+        def enough() -> None:
+            self.world.memory.tokens = None
+
+        self._later(duration_ns, enough)
+
+    def starved_since(self, at_ns: int) -> bool:
+        """From `at_ns` on, or shortly before, there was not even memory for a small step."""
+        return any(
+            started_ns + SHORT_OF_MEMORY_NS >= at_ns and tokens < SMALL_STEP_TOKENS
+            for started_ns, tokens in self.starved
+        )
 
     # ---- links
 
@@ -359,4 +393,5 @@ TIMED: Final[dict[str, Callable[[Nemesis], None]]] = {
     "server restart": Nemesis.server_restart,
     "stale": Nemesis.stale,
     "spoil block": Nemesis.spoil_block,
+    "short of memory": Nemesis.short_of_memory,
 }

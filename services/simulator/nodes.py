@@ -238,7 +238,7 @@ class WorkerNode(Node):
             host_blocks=o.host_blocks,
             copy_block_us=o.copy_block_us,
         )
-        self.model = MarkedModel(shape, world.marks, world.victims)
+        self.model = MarkedModel(shape, world.marks, world.victims, world.memory)
         self.executor = Executor(self.model, world.next_generation(), shape)
         self.queue: deque[tuple[int, StepPlan]] = deque()
         self.running = False

@@ -206,7 +206,7 @@ TIMED_FAULTS: Final = (
     "stale",
 )
 # Drawn apart from the others, so that all other histories stay as they are.
-MEMORY_FAULTS: Final = ("spoil block",)
+MEMORY_FAULTS: Final = ("spoil block", "short of memory")
 MEMORY: Final = 0.15
 # At a phase: to a role, to a pair, or to the message that shows it.
 CELLS: Final = (

@@ -27,7 +27,7 @@ from .census import census, excess
 from .check import Check, Violation
 from .checks import AFTERMATH_NS, CHECKS
 from .clients import Client
-from .model import VOCAB_SIZE, Mark
+from .model import VOCAB_SIZE, Mark, Memory
 from .nemesis import MAX_LAG_NS, Nemesis
 from .network import Clock, Network, Weather
 from .nodes import KvNode, Node, SchedulerNode, WorkerNode
@@ -104,6 +104,7 @@ class World:
         self.vocabulary = ShadowVocabulary()
         self.marks: dict[int, tuple[Mark, int]] = {}
         self.victims: set[int] = set()
+        self.memory = Memory()
         self.clients: dict[str, Client] = {}
         self.nodes: list[Node] = []
         self.max_skew = MAX_SKEW_PPM / 1e6 if o.faults.skewed else 0.0
@@ -147,7 +148,7 @@ class World:
         end_ns = last_ns + self.rng.choice([SECOND_NS, 5 * SECOND_NS])
         if faults.timed:
             end_ns += faults.hold_ns
-            self.nemesis.begin(end_ns)
+            self.nemesis.begin(last_ns, end_ns)
         while self.clock.now_ns < end_ns and self._step():
             pass
 
@@ -394,7 +395,9 @@ class World:
             requests=len(self.clients),
             finished=Counter(str(frame.finish_reason) for frame in endings),
             errors=Counter(str(frame.error.code) for frame in endings if frame.error),
-            faults=self.nemesis.happened + self.network.faults,
+            faults=self.nemesis.happened
+            + self.network.faults
+            + Counter({"step did not fit": self.memory.num_unfit}),
             reached=Counter({str(phase): n for phase, n in self.nemesis.reached.items()}),
             steps=sum(core.totals.num_steps for core in schedulers),
             preemptions=sum(

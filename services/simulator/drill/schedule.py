@@ -32,6 +32,7 @@ PER_STEP: Final = frozenset(
         *("scheduler.before_plan", "scheduler.after_plan", "scheduler.after_result"),
         *("scheduler.before_updates", "scheduler.before_delta", "admission.after_flush"),
         *("worker.before_forward", "worker.after_forward", "worker.after_result"),
+        "worker.no_memory",
         "kv_store.before_delta",
     }
 )

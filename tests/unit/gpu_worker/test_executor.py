@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpu_worker.executor import EngineShape, Executor
+from gpu_worker.inputs import StepInputs, StepOutputs
 from gpu_worker.shadow import ShadowModel, expected_token_ids
 from services.contracts.limits import KEPT_PLANS
 from services.contracts.step import Attach, Poll, PollState, StepPlan
@@ -124,3 +125,38 @@ def test_a_new_epoch_forgets_the_old_one() -> None:
     reply = worker.poll(Poll(1, 1, 1))
     assert reply.state is PollState.UNKNOWN and reply.epoch == 2
     assert not worker.admit(plan(2)) and worker.admit(plan(1, epoch=2))
+
+
+class TightModel(ShadowModel):
+    """Has no memory while `is_full`."""
+
+    is_full = False
+
+    def execute(self, inputs: StepInputs) -> StepOutputs:
+        if self.is_full:
+            raise MemoryError
+        return super().execute(inputs)
+
+
+def test_after_a_step_without_memory_no_other_of_its_epoch_runs() -> None:
+    model = TightModel(num_blocks=32, block_size=16, vocab_size=512)
+    worker = Executor(model, 1, SHAPE)
+    worker.attach(Attach("scheduler-0", "a1", 0))
+    worker.run(first())
+    model.is_full = True
+    assert worker.admit(plan(1)) and worker.admit(plan(2)) and worker.admit(plan(3))
+    result = worker.run(plan(2))
+    assert result.out_of_memory and not result.lanes and not result.token_ids
+    assert (result.generation, result.epoch, result.step_id) == (1, 1, 2)
+    model.is_full = False
+    assert worker.run(plan(3)).out_of_memory, "it counts on the one before"
+    worker.remember(result)
+    assert worker.poll(Poll(1, 1, 2)).result == result
+    worker.attach(Attach("scheduler-0", "a2", 1))
+    again = worker.run(plan(1, epoch=2, reset=True, joins=first().join, chunks={0: 3}))
+    assert not again.out_of_memory and unpack(again.lanes).tolist() == [0]
+
+
+def test_a_step_may_be_given_up_unasked() -> None:
+    worker = attached()
+    assert worker.give_up(first()).out_of_memory and worker.run(plan(2)).out_of_memory
