@@ -23,6 +23,7 @@ import pytest
 from gpu_worker.service import STUB_VOCAB_SIZE
 from gpu_worker.shadow import expected_token_ids
 from services.client import Client, StreetcarClientError
+from services.runtime import failpoints
 from tests.process.mesh import (
     MODEL,
     WAIT_S,
@@ -134,6 +135,22 @@ async def test_a_process_that_is_killed_costs_no_stream(mesh: Mesh, service: str
         await asyncio.gather(*running.tasks, *fresh.tasks)
         async with heartbeats(mesh.nats_url) as beats:
             await beats.until(is_quiet)
+
+
+async def test_steps_without_memory_cost_no_stream(mesh: Mesh) -> None:
+    """They come again, smaller; the worker and its generation stay."""
+    worker = mesh.child_pid(MODULES["worker"])
+    async with Client(mesh.nats_url) as client, asyncio.timeout(120):
+        running = Streams.start(client, first=900)
+        await running.until_begun()
+        failpoints.arm(
+            mesh.folder / "run", worker, "worker.no_memory:drop@2,worker.no_memory:drop@5"
+        )
+        await asyncio.gather(*running.tasks)
+        async with heartbeats(mesh.nats_url) as beats:
+            await beats.until(is_quiet)
+    assert mesh.child_pid(MODULES["worker"]) == worker
+    assert mesh.logs().count('"out_of_memory"') >= 2
 
 
 @dataclass(slots=True)
