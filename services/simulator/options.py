@@ -207,7 +207,7 @@ TIMED_FAULTS: Final = (
 )
 # Drawn apart from the others, so that all other histories stay as they are.
 MEMORY_FAULTS: Final = ("spoil block", "short of memory")
-MEMORY: Final = 0.15
+MEMORY: Final = 0.2
 # At a phase: to a role, to a pair, or to the message that shows it.
 CELLS: Final = (
     *((phase, "crash", (role,)) for phase in Phase for role in ROLES),
