@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from kernels.attention.cpu_backend import MAX_HEAD_DIM, takes_caches
-from kernels.kv_bytes import head_dim_of, is_int8_cache
+from kernels.kv_bytes import head_dim_of, kind_of
 from kernels.linear import Linear, NativeLinear
 from kernels.linear_int8 import Int8Linear
 from kernels.native import NativeKernels
@@ -202,7 +202,7 @@ class NativeDecoder:
         arguments.v_block, arguments.v_slot, arguments.v_head = keys.stride()[:3]
         arguments.num_blocks, arguments.block_size = keys.shape[:2]
         arguments.is_bf16 = final_norm.dtype == torch.bfloat16
-        arguments.kv_int8 = is_int8_cache(keys)
+        arguments.kv_bytes = kind_of(keys)
         arguments.epsilon, arguments.scale = shape.epsilon, shape.scale
         return arguments
 

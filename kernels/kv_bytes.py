@@ -23,6 +23,13 @@ FP8_CACHE = torch.float8_e4m3fn
 LARGEST = {INT8_CACHE: 127.0, FP8_CACHE: 448.0}
 """What the largest element of a head is stored as."""
 
+NATIVE_KINDS = {INT8_CACHE: 2, FP8_CACHE: 3}
+
+
+def kind_of(cache: torch.Tensor) -> int:
+    """What native code is told: 0 where there are no bytes, else a number of ``library.h``."""
+    return NATIVE_KINDS.get(cache.dtype, 0)
+
 
 def is_byte_cache(cache: torch.Tensor) -> bool:
     """Whether the last axis is bytes and a scale."""
@@ -50,7 +57,8 @@ def quantise_heads(x: torch.Tensor, cache_dtype: torch.dtype = INT8_CACHE) -> to
     finite = torch.isfinite(wide).all(dim=-1, keepdim=True)
     peaks = wide.abs().amax(dim=-1, keepdim=True)
     kept = finite & (peaks >= SMALLEST_PEAK)
-    factors = torch.where(kept, largest / torch.where(kept, peaks, 1.0), 0.0)
+    # A number over a tensor would be its reciprocal times the number, which is rounded twice.
+    factors = torch.where(kept, torch.tensor(largest) / torch.where(kept, peaks, 1.0), 0.0)
     shrunk = torch.where(kept, wide, 0.0) * factors
     if cache_dtype == INT8_CACHE:
         stored = torch.round(shrunk).to(torch.int8)

@@ -41,7 +41,8 @@ def quantise_rows_fp8(x: torch.Tensor) -> Fp8Rows:
     finite = torch.isfinite(wide).all(dim=1)
     peaks = wide.abs().amax(dim=1)
     kept = finite & (peaks >= SMALLEST_PEAK)
-    factors = torch.where(kept, LARGEST / torch.where(kept, peaks, 1.0), 0.0)
+    # A number over a tensor would be its reciprocal times the number, which is rounded twice.
+    factors = torch.where(kept, torch.tensor(LARGEST) / torch.where(kept, peaks, 1.0), 0.0)
     shrunk = torch.where(kept[:, None], wide, 0.0) * factors[:, None]
     # Rounding may pass the largest by a bit, and not every cast saturates.
     values = shrunk.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

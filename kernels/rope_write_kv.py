@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.cpu_backend import takes_caches
-from kernels.kv_bytes import head_dim_of, is_byte_cache, is_int8_cache, quantise_heads
+from kernels.kv_bytes import head_dim_of, is_byte_cache, kind_of, quantise_heads
 from kernels.kv_write import write_kv
 from kernels.native import NativeKernels
 from kernels.native.arguments import RopeWriteKvArguments
@@ -82,7 +82,7 @@ def _run_native(
         num_blocks,
         block_size,
         qkv.dtype == torch.bfloat16,
-        is_int8_cache(k_cache),
+        kind_of(k_cache),
         torch.get_num_threads(),
     )
     native.run("rope_write_kv", arguments)

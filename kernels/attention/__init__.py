@@ -154,7 +154,7 @@ def _chooses_native(
     if backend == "cpu" and not supported:
         raise ValueError(
             f"the cpu backend needs the native library, and float32 or bfloat16 heads of an even "
-            f"size up to {MAX_HEAD_DIM} on the CPU, over a cache of that dtype or int8; got "
+            f"size up to {MAX_HEAD_DIM} on the CPU, over a cache of that dtype or of bytes; got "
             f"{q.dtype} heads of {q.shape[2]} over {k_cache.dtype}"
         )
     return supported

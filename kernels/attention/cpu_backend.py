@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.torch_backend import AttentionVariant
-from kernels.kv_bytes import is_int8_cache
+from kernels.kv_bytes import is_byte_cache, kind_of
 from kernels.native import NativeKernels
 from kernels.native.arguments import AttentionArguments, address
 from kernels.quantise import QuantisedRows, row_addresses
@@ -29,7 +29,7 @@ def is_supported(native: NativeKernels, q: torch.Tensor, k: torch.Tensor, v: tor
 
 def takes_caches(native: NativeKernels, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the library takes x together with these caches, of its dtype or of bytes."""
-    if is_int8_cache(k):
+    if is_byte_cache(k):
         return native.takes(x) and all(c.is_cpu and c.stride(-1) == 1 for c in (k, v))
     return native.takes(x, k, v)
 
@@ -85,7 +85,7 @@ def attend_native(
         variant.window,
         variant.causal,
         q.dtype == torch.bfloat16,
-        is_int8_cache(k),
+        kind_of(k),
         torch.get_num_threads(),
         variant.scale,
         variant.softcap,

@@ -26,7 +26,7 @@ class AttentionArguments(ctypes.Structure):
         "q k v out lse values scales cu_seqlens_q seqlens_k block_table alibi_slopes sinks",
         "q_row q_head k_block k_slot k_head v_block v_slot v_head out_row out_head lse_row "
         "table_row table_width num_seqs num_heads num_kv_heads head_dim num_blocks block_size "
-        "window causal is_bf16 kv_int8 num_threads",
+        "window causal is_bf16 kv_bytes num_threads",
         "scale softcap",
     )
 
@@ -35,7 +35,7 @@ class RopeWriteKvArguments(ctypes.Structure):
     _fields_: ClassVar[Fields] = _fields(
         "qkv cos_sin k v slots",
         "qkv_row cos_sin_row k_block k_slot k_head v_block v_slot v_head num_tokens num_heads "
-        "num_kv_heads head_dim rotary_dim num_blocks block_size is_bf16 kv_int8 num_threads",
+        "num_kv_heads head_dim rotary_dim num_blocks block_size is_bf16 kv_bytes num_threads",
     )
 
 
@@ -90,7 +90,7 @@ class DecoderArguments(ctypes.Structure):
         "activated_values activated_scales",
         "num_layers num_tokens num_seqs table_row table_width hidden_size intermediate_size "
         "num_heads num_kv_heads head_dim rotary_dim k_block k_slot k_head v_block v_slot v_head "
-        "num_blocks block_size is_bf16 kv_int8 num_threads",
+        "num_blocks block_size is_bf16 kv_bytes num_threads",
         "epsilon scale",
     )
 

@@ -11,8 +11,8 @@
 
 /* Whether a task is one of these: its rows are `rows`. */
 INLINE int F(takes_one)(const F(shape) *s, int64_t rows, int64_t queries) {
-    return s->pairs && s->cell == BF16S && s->q_words % LANES == 0 && rows <= MAX_ROWS &&
-           queries == 1;
+    const int taken = s->pairs && s->cell == BF16S; /* and neither INT8S nor FP8S */
+    return taken && s->q_words % LANES == 0 && rows <= MAX_ROWS && queries == 1;
 }
 
 #if ISA_LEVEL >= 4

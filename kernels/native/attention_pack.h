@@ -47,13 +47,13 @@ INLINE F(shape) F(shape_of)(const attention_arguments *a) {
     s.group = a->num_heads / a->num_kv_heads;
     s.pairs = ISA_LEVEL >= 4 && a->is_bf16;
     s.q_words = s.pairs ? a->head_dim / 2 : a->head_dim;
-    s.cell = a->kv_int8 ? INT8S : a->is_bf16 ? BF16S : FLOATS;
+    s.cell = a->kv_bytes ? (int)a->kv_bytes : a->is_bf16 ? BF16S : FLOATS;
     s.padded_dim = (a->head_dim + LANES - 1) / LANES * LANES;
     return s;
 }
 
 INLINE int64_t F(cell_bytes)(const int cell) {
-    return cell == INT8S ? 1 : cell == BF16S ? 2 : 4;
+    return cell >= INT8S ? 1 : cell == BF16S ? 2 : 4;
 }
 
 INLINE int64_t F(seqlen_q)(const attention_arguments *a, int64_t seq) {
@@ -110,18 +110,18 @@ INLINE vf F(join)(vf even, vf odd) {
 /* LANES elements of a row, from element i; past its end, or without a row, they read as 0. */
 INLINE vf F(cells)(const char *row, int64_t i, int64_t count, const int cell) {
     if (!row) return (vf){0};
-    if (cell == INT8S) {
-        if (i + LANES <= count) return F(load_bytes)((const int8_t *)row + i);
+    if (cell >= INT8S) {
         int8_t padded[LANES] = {0};
-        memcpy(padded, row + i, (size_t)(count - i));
-        return F(load_bytes)(padded);
+        const int8_t *bytes = (const int8_t *)row + i;
+        if (i + LANES > count) bytes = memcpy(padded, bytes, (size_t)(count - i));
+        return cell == FP8S ? F(load_e4m3)(bytes) : F(load_bytes)(bytes);
     }
     if (i + LANES <= count) return F(load_as_float)(row, i, cell);
     return F(load_some_as_float)(row, i, (int)(count - i), cell);
 }
 
-/* LANES pairs of signed bytes, from pair i, as pairs of bfloat16, which hold them exactly. */
-INLINE vf F(byte_pairs)(const char *row, int64_t i, int64_t words) {
+/* LANES pairs of bytes, from pair i, as pairs of bfloat16, which hold them exactly. */
+INLINE vf F(byte_pairs)(const char *row, int64_t i, int64_t words, const int cell) {
     vh pairs = {0};
     if (i + LANES <= words)
         memcpy(&pairs, row + 2 * i, sizeof pairs);
@@ -132,6 +132,7 @@ INLINE vf F(byte_pairs)(const char *row, int64_t i, int64_t words) {
 #else
     vi wide = (vi)__builtin_convertvector(pairs, vu);
 #endif
+    if (cell == FP8S) return F(join)(F(from_e4m3)(wide & 0xFF), F(from_e4m3)(wide >> 8));
     return F(join)(F(to_float)((wide << 24) >> 24), F(to_float)((wide << 16) >> 24));
 }
 
@@ -139,7 +140,7 @@ INLINE vf F(byte_pairs)(const char *row, int64_t i, int64_t words) {
 INLINE vf F(key_words)(
     const char *row, int64_t i, int64_t words, const int pairs, const int cell) {
     if (!row) return (vf){0};
-    if (pairs && cell == INT8S) return F(byte_pairs)(row, i, words);
+    if (pairs && cell >= INT8S) return F(byte_pairs)(row, i, words, cell);
     return F(cells)(row, i, words, pairs ? FLOATS : cell);
 }
 
@@ -178,10 +179,14 @@ static void F(pack_keys)(
     int64_t words = s->q_words;
     if (s->pairs && s->cell == INT8S)
         F(pack_keys_typed)(packed, now, later, count, words, 1, INT8S);
+    else if (s->pairs && s->cell == FP8S)
+        F(pack_keys_typed)(packed, now, later, count, words, 1, FP8S);
     else if (s->pairs)
         F(pack_keys_typed)(packed, now, later, count, words, 1, BF16S);
     else if (s->cell == INT8S)
         F(pack_keys_typed)(packed, now, later, count, words, 0, INT8S);
+    else if (s->cell == FP8S)
+        F(pack_keys_typed)(packed, now, later, count, words, 0, FP8S);
     else if (s->cell == BF16S)
         F(pack_keys_typed)(packed, now, later, count, words, 0, BF16S);
     else
@@ -208,10 +213,10 @@ INLINE int F(pack_values_typed)(
         for (int64_t i = 0; i < padded; i += LANES) {
             vf x = F(cells)(rows[key], i, dim, cell);
             /* Bytes are finite; what is not is their scale. */
-            if (cell != INT8S) odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
+            if (cell < INT8S) odd_ones |= ((vi)x & 0x7F800000) == 0x7F800000;
             if (pairs) {
                 vf next = F(cells)(rows[key + 1], i, dim, cell);
-                if (cell != INT8S) odd_ones |= ((vi)next & 0x7F800000) == 0x7F800000;
+                if (cell < INT8S) odd_ones |= ((vi)next & 0x7F800000) == 0x7F800000;
                 x = F(join)(x, next);
             }
             F(store)(packed + key / (1 + pairs) * padded + i, x);
@@ -231,9 +236,13 @@ static int F(pack_values)(
     const char *const *now = rows->values, *const *later = next->values;
     if (s->pairs && s->cell == INT8S)
         return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, INT8S);
+    if (s->pairs && s->cell == FP8S)
+        return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, FP8S);
     if (s->pairs) return F(pack_values_typed)(packed, now, later, count, dim, padded, 1, BF16S);
     if (s->cell == INT8S)
         return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, INT8S);
+    if (s->cell == FP8S)
+        return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, FP8S);
     if (s->cell == BF16S)
         return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, BF16S);
     return F(pack_values_typed)(packed, now, later, count, dim, padded, 0, FLOATS);

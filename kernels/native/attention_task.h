@@ -66,7 +66,7 @@ INLINE float F(weigh)(
     for (int n = 0; n < vectors; n++) {
         int64_t key = n * LANES;
         held[n] = F(load)(scores + key);
-        if (a->kv_int8) held[n] = held[n] * F(load)(w->key_scales + key);
+        if (a->kv_bytes) held[n] = held[n] * F(load)(w->key_scales + key);
         held[n] = F(modify)(held[n], a, head, position, key);
         if (F(is_partly_seen)(key, seen))
             held[n] = F(mask)(held[n], key, seen, F(splat)(-INFINITY));
@@ -80,7 +80,7 @@ INLINE float F(weigh)(
     for (int n = 0; n < vectors; n++) {
         vf weight = F(exponential)(held[n] - base);
         total = total + weight;
-        if (a->kv_int8) {
+        if (a->kv_bytes) {
             weight = weight * F(load)(w->value_scales + n * LANES);
             /* What is not seen may have a scale that is not finite. */
             if (F(is_partly_seen)(n * LANES, seen))
@@ -193,7 +193,7 @@ static void F(attend_tile)(
     const F(tile_rows) *now, const F(tile_rows) *next, int64_t tile, int64_t count,
     int64_t rows) {
     F(pack_keys)(w->keys, now, next, count, s);
-    if (a->kv_int8) {
+    if (a->kv_bytes) {
         F(pack_scales)(w->key_scales, now->keys, a->head_dim);
         F(pack_scales)(w->value_scales, now->values, a->head_dim);
     }

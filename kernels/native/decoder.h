@@ -34,7 +34,7 @@ INLINE rope_write_kv_arguments F(rope_of)(const decoder_arguments *a, const laye
     return (rope_write_kv_arguments){
         a->qkv, a->cos_sin, l->k, l->v, a->slots, qkv_row, a->rotary_dim, a->k_block, a->k_slot,
         a->k_head, a->v_block, a->v_slot, a->v_head, a->num_tokens, a->num_heads, a->num_kv_heads,
-        a->head_dim, a->rotary_dim, a->num_blocks, a->block_size, a->is_bf16, a->kv_int8,
+        a->head_dim, a->rotary_dim, a->num_blocks, a->block_size, a->is_bf16, a->kv_bytes,
         a->num_threads};
 }
 
@@ -51,7 +51,7 @@ INLINE attention_arguments F(attention_of)(
         .table_row = a->table_row, .table_width = a->table_width, .num_seqs = a->num_seqs,
         .num_heads = a->num_heads, .num_kv_heads = a->num_kv_heads, .head_dim = a->head_dim,
         .num_blocks = a->num_blocks, .block_size = a->block_size, .causal = 1,
-        .is_bf16 = a->is_bf16, .kv_int8 = a->kv_int8, .num_threads = a->num_threads, .scale = a->scale};
+        .is_bf16 = a->is_bf16, .kv_bytes = a->kv_bytes, .num_threads = a->num_threads, .scale = a->scale};
 }
 
 static void F(decoder_share)(const decoder_arguments *a, const F(work) *w) {

@@ -41,7 +41,7 @@ INLINE void F(rotate)(
 
 INLINE void F(rope_token)(const rope_write_kv_arguments *a, int64_t token, const int is_bf16) {
     int64_t width = is_bf16 ? 2 : 4, head_bytes = a->head_dim * width;
-    int64_t stored = a->kv_int8 ? 1 : width;
+    int64_t stored = a->kv_bytes ? 1 : width;
     char *row = (char *)a->qkv + token * a->qkv_row * width;
     const float *cos_sin = a->cos_sin + token * a->cos_sin_row;
     for (int64_t h = 0; h < a->num_heads; h++)
@@ -57,10 +57,10 @@ INLINE void F(rope_token)(const rope_write_kv_arguments *a, int64_t token, const
         int64_t to_value = block * a->v_block + offset * a->v_slot + h * a->v_head;
         char *stored_key = (char *)a->k + to_key * stored;
         char *stored_value = (char *)a->v + to_value * stored;
-        if (a->kv_int8) {
+        if (a->kv_bytes) {
             F(rotate)(key, key, cos_sin, a->head_dim, a->rotary_dim, is_bf16);
-            F(quantise_head)(stored_key, key, a->head_dim, is_bf16);
-            F(quantise_head)(stored_value, value, a->head_dim, is_bf16);
+            F(quantise_head)(stored_key, key, a->head_dim, is_bf16, (int)a->kv_bytes);
+            F(quantise_head)(stored_value, value, a->head_dim, is_bf16, (int)a->kv_bytes);
         } else {
             F(rotate)(stored_key, key, cos_sin, a->head_dim, a->rotary_dim, is_bf16);
             memcpy(stored_value, value, (size_t)head_bytes);

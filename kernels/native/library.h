@@ -42,9 +42,10 @@ static const char NO_ROW[2 * MAX_HEAD_DIM] = {0};
 /* What the 32-bit words of a product hold. */
 enum { FLOATS = 0, PAIRS = 1, BYTES = 2 };
 
-/* What a KV cache holds: FLOATS; BF16S; or, with kv_int8, rows of head_dim signed bytes and, after
- * them, the float that they are multiplied by. Strides count bytes in the last case. */
-enum { BF16S = 1, INT8S = 2 };
+/* What a KV cache holds: FLOATS; BF16S; or, as kv_bytes says, rows of head_dim signed bytes or e4m3
+ * floats and, after them, the float that they are multiplied by. Strides count bytes in the last two
+ * cases. kernels/kv_bytes.py has the same numbers. */
+enum { BF16S = 1, INT8S = 2, FP8S = 3 };
 
 /* Results of an operation. */
 enum { DONE = 0, OUT_OF_MEMORY = 1, BLOCK_OUT_OF_RANGE = 2, NOT_SUPPORTED = 3 };
@@ -68,7 +69,7 @@ typedef struct {
     int64_t lse_row;
     int64_t table_row, table_width;
     int64_t num_seqs, num_heads, num_kv_heads, head_dim, num_blocks, block_size;
-    int64_t window, causal, is_bf16, kv_int8, num_threads;
+    int64_t window, causal, is_bf16, kv_bytes, num_threads;
     double scale, softcap;
 } attention_arguments;
 
@@ -81,7 +82,7 @@ typedef struct {
     int64_t k_block, k_slot, k_head;
     int64_t v_block, v_slot, v_head;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, num_blocks, block_size;
-    int64_t is_bf16, kv_int8, num_threads;
+    int64_t is_bf16, kv_bytes, num_threads;
 } rope_write_kv_arguments;
 
 typedef struct {
@@ -146,7 +147,7 @@ typedef struct {
     int64_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rotary_dim;
     int64_t k_block, k_slot, k_head;
     int64_t v_block, v_slot, v_head;
-    int64_t num_blocks, block_size, is_bf16, kv_int8, num_threads;
+    int64_t num_blocks, block_size, is_bf16, kv_bytes, num_threads;
     double epsilon, scale;
 } decoder_arguments;
 

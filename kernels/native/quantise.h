@@ -149,9 +149,10 @@ EXPORT int F(quantise)(const quantise_arguments *a) {
     return DONE;
 }
 
-/* One head of one token for a cache of signed bytes: `size` bytes, then their scale. Not rotated. */
+/* One head of one token for a cache of bytes (INT8S or FP8S): `size` of them, then their scale. Not
+ * rotated. */
 INLINE void F(quantise_head)(
-    char *to, const void *head, int64_t size, const int is_bf16) {
+    char *to, const void *head, int64_t size, const int is_bf16, int kind) {
     vf peaks = {0};
     vi odd_ones = {0};
     for (int64_t i = 0; i < size; i += LANES) {
@@ -163,14 +164,16 @@ INLINE void F(quantise_head)(
     for (int lane = 0; lane < LANES; lane++) any |= odd_ones[lane];
     float peak = F(largest)(peaks);
     int empty = any || peak < SMALLEST_PEAK;
-    float scale = any ? NAN : empty ? 0.0f : peak / 127.0f, factor = empty ? 0.0f : 127.0f / peak;
+    float most = kind == FP8S ? 448.0f : 127.0f;
+    float scale = any ? NAN : empty ? 0.0f : peak / most, factor = empty ? 0.0f : most / peak;
     memcpy(to + size, &scale, sizeof scale);
     if (empty) {
         memset(to, 0, (size_t)size);
         return;
     }
     for (int64_t i = 0; i < size; i += LANES) {
-        vb bytes = F(to_bytes)(F(to_int)(F(load_up_to)(head, i, size, is_bf16) * factor));
+        vf x = F(load_up_to)(head, i, size, is_bf16) * factor;
+        vb bytes = F(to_bytes)(kind == FP8S ? F(to_e4m3)(x) : F(to_int)(x));
         memcpy(to + i, &bytes, size - i < LANES ? (size_t)(size - i) : LANES);
     }
 }

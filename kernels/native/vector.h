@@ -161,6 +161,32 @@ INLINE vf F(load_bytes)(const int8_t *p) {
     return F(to_float)(((vi)__builtin_convertvector(x, vu) << 24) >> 24);
 }
 
+/* Bytes of e4m3 as floats; the two that stand for no number are not told apart, as a head with one
+ * has a scale that is none. Sign 1 bit, exponent 4 (bias 7), mantissa 3. */
+INLINE vf F(from_e4m3)(vi x) {
+    vi magnitude = x & 0x7F;
+    vf normal = (vf)((magnitude << 20) + (120 << 23));
+    vf small = F(to_float)(magnitude) * 0x1p-9f;
+    vf value = F(select)(magnitude < 8, small, normal);
+    return (vf)((vi)value | ((x & 0x80) << 24));
+}
+
+/* Floats of at most 448 as bytes of e4m3, to the nearest, ties to even. */
+INLINE vi F(to_e4m3)(vf x) {
+    vi bits = (vi)x & 0x7FFFFFFF;
+    vi normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+    vi small = F(to_int)((vf)bits * 512.0f);
+    vi magnitude = (vi)F(select)(bits < (121 << 23), (vf)small, (vf)normal);
+    return magnitude | (((vi)x >> 24) & 0x80);
+}
+
+/* LANES bytes of e4m3. */
+INLINE vf F(load_e4m3)(const int8_t *p) {
+    vb x;
+    memcpy(&x, p, sizeof x);
+    return F(from_e4m3)((vi)__builtin_convertvector(x, vu));
+}
+
 /* The same for the last `count` < LANES elements of a row; lanes past them read as 0. */
 INLINE vf F(load_some_as_float)(const void *row, int64_t i, int count, const int is_bf16) {
     uint32_t padded[LANES] = {0};
