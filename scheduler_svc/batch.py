@@ -126,6 +126,10 @@ class Batch:
         """The plans to publish now: none, one, or two where nothing is in flight yet."""
         plans: list[StepPlan] = []
         self._tried_ns = now_ns
+        if not self.lanes.num_active and not len(self.waiting):
+            # What an idle scheduler hears are beats: filling a step that stays empty costs more.
+            self.planner.rest()
+            self._stalled = True
         while not self._stalled and now_ns >= self._may_publish_at_ns():
             self._vacate_full()
             step = self._fill(updates.index, now_ns)

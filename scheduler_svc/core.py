@@ -611,11 +611,12 @@ class SchedulerCore:
     def check_invariants(self) -> None:
         """DESIGN section 6, from the scheduler's side. Raises AssertionError."""
         self.batch.lanes.check_invariants(self.batch.lease.block_size)
-        for seq in self._known():
+        known = self._known()
+        for seq in known:
             if seq.status is SequenceStatus.FINISHED and seq.num_in_flight == 0:
                 assert not seq.block_ids, f"{seq.seq_id} is finished and still holds blocks"
             assert (seq.lane != NO_LANE) == (seq.status is SequenceStatus.RUNNING)
-        self.batch.lease.check_invariants(self._holders())
+        self.batch.lease.check_invariants(known)
         self.phases.check_invariants(self.roster.live())
 
     def _known(self) -> list[Sequence]:
@@ -625,6 +626,3 @@ class SchedulerCore:
             # One may be acknowledged, and so forgotten, before its last step has ended.
             known.update((seq.uid, seq) for seq in step.departed.values())
         return list(known.values())
-
-    def _holders(self) -> list[Sequence]:
-        return [seq for seq in self._known() if seq.block_ids]

@@ -164,6 +164,10 @@ class Planner:
             self._join(seq, budget, admission_index[seq.admission_id])
         return self._advance(step_id, NO_LANES, PREFILL)
 
+    def rest(self) -> None:
+        """There is nobody to plan for: nothing is lacking."""
+        self._clear()
+
     def _clear(self) -> None:
         self.held, self._append_lanes, self._append_blocks = [], [], []
         self._joins, self._chunks, self._started = [], [], []

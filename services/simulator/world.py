@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from services.contracts.errors import StreetcarError
@@ -326,8 +327,15 @@ class World:
             check.answered(node, result)
 
     def settled(self, node: Node) -> None:
-        for check in self.checks:
+        for check in self._that_settle:
             check.settled(node)
+
+    @cached_property
+    def _that_settle(self) -> list[Check]:
+        """Of `checks`, those that look at a node after each of its events: most have nothing to
+        look at then.
+        """
+        return [check for check in self.checks if type(check).settled is not Check.settled]
 
     def step_event(self, node: Node, event: StepEvent) -> None:
         for check in self.checks:
