@@ -10,7 +10,7 @@ Pure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -22,7 +22,7 @@ from services.contracts.limits import KEPT_PLANS, MAX_NAMES
 from .options import Options
 
 MAX_DEPTH: Final = 8
-_CONTAINERS: Final = (dict, list, set, deque, WeakValueDictionary)
+_CONTAINERS: Final = (dict, list, set, deque)
 _OURS: Final = ("scheduler_svc.", "kv_store.", "gpu_worker.", "services.admission.")
 _OURS_TOO: Final = ("services.contracts.streams",)
 
@@ -39,7 +39,7 @@ def census(root: object) -> dict[str, int]:
         if id(value) in seen or depth > MAX_DEPTH:
             continue
         seen.add(id(value))
-        if isinstance(value, _CONTAINERS):
+        if _is_container(value):
             counts[path] = max(counts.get(path, 0), len(value))
             todo.extend((f"{path}[]", item, depth + 1) for item in _items(value))
         elif _is_ours(value):
@@ -49,14 +49,19 @@ def census(root: object) -> dict[str, int]:
     return counts
 
 
+def _is_container(value: object) -> bool:
+    # An abstract base class has its own, slow idea of its instances.
+    return isinstance(value, _CONTAINERS) or type(value) is WeakValueDictionary
+
+
 def _is_ours(value: object) -> bool:
     module = type(value).__module__
     return module.startswith(_OURS) or module in _OURS_TOO
 
 
 def _items(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, Mapping) else value
-    return (item for item in list(items) if isinstance(item, _CONTAINERS) or _is_ours(item))
+    items = value.values() if hasattr(value, "values") else value
+    return (item for item in list(items) if _is_container(item) or _is_ours(item))
 
 
 def _fields(value: object) -> Iterator[tuple[str, Any]]:
