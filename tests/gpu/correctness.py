@@ -15,10 +15,11 @@ from report import Report
 from gpu_worker.model.operations import Draws, HostOperations, TritonOperations
 from kernels.attention import varlen_paged_attention
 from kernels.gpu.linear import linear_triton
-from kernels.gpu.quantise_fp8 import quantise_rows_triton
+from kernels.gpu.quantise_fp8 import quantise_rows_triton, rms_norm_fp8_triton
 from kernels.kv_bytes import FP8_CACHE, INT8_CACHE, quantise_heads
 from kernels.linear_fp8 import Fp8Linear, multiplies_fp8
-from kernels.quantise_fp8 import quantise_rows_fp8
+from kernels.quantise_fp8 import Fp8Rows, quantise_rows_fp8
+from kernels.rms_norm import fused_add_rms_norm
 from kernels.rope import build_rope_table
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -194,12 +195,23 @@ def check_fp8(report: Report, device: torch.device) -> None:
     got, expected = quantise_rows_triton(x), quantise_rows_fp8(x)
     add(report, "quantise_fp8", x.dtype, got.values.float(), expected.values.float())
     add(report, "quantise_fp8, scales", torch.float32, got.scales, expected.scales)
+    residual, norm = torch.randn_like(x), torch.randn_like(x[0])
+    fused, total = rms_norm_fp8_triton(x, residual, norm, 1e-5)
+    normed, expected_total = fused_add_rms_norm(x, residual, norm, 1e-5)
+    separate = quantise_rows_fp8(normed)
+    for name, part, whole in (
+        ("residual", total, expected_total),
+        ("rows", restored(fused), restored(separate)),
+    ):
+        add(report, f"rms_norm_fp8, {name}", x.dtype, part, whole)
     matrix = Fp8Linear(weight)
     name = "linear_fp8, torch's operator" if multiplies_fp8(device) else "linear_fp8, reference"
-    exact = (expected.values.float() * expected.scales[:, None]) @ (
-        matrix.values.float() * matrix.scales[:, None]
-    ).T
+    exact = restored(expected) @ restored(Fp8Rows(matrix.values, matrix.scales)).T
     add(report, name, x.dtype, matrix(got), exact)
+
+
+def restored(rows: Fp8Rows) -> torch.Tensor:
+    return rows.values.float() * rows.scales[:, None]
 
 
 def check_sampling(report: Report, device: torch.device, is_dry: bool) -> None:

@@ -13,8 +13,9 @@ from report import Report
 from gpu_worker.model.operations import Draws, TritonOperations
 from kernels.attention import varlen_paged_attention
 from kernels.gpu.linear import linear_triton
+from kernels.gpu.quantise_fp8 import quantise_rows_triton, rms_norm_fp8_triton
 from kernels.kv_bytes import FP8_CACHE, INT8_CACHE, SCALE_BYTES
-from kernels.linear_fp8 import Fp8Linear
+from kernels.linear_fp8 import Fp8Linear, multiplies_fp8
 from kernels.rope import build_rope_table
 
 REPEATS = 9
@@ -207,6 +208,12 @@ class Bench:
                 2.0 * qkv.nbytes,
             ),
         }
+        if multiplies_fp8(device):
+            runs["rms_norm_fp8"] = (
+                lambda: rms_norm_fp8_triton(x, residual, weight, 1e-5),
+                3.0 * x.nbytes + x.numel(),
+            )
+            runs["quantise_fp8"] = (lambda: quantise_rows_triton(x), x.nbytes + x.numel())
         for name, (run, num_bytes) in runs.items():
             self._add(name, f"{rows} rows", seconds(device, run), num_bytes=num_bytes)
 
