@@ -169,6 +169,7 @@ class ModelRunner:
         progress(0.0, "preparing native kernels")
         wants_native = native if operations == "auto" and not on_gpu else "off"
         self._native, self.notices = _load_native(wants_native, native_cache)
+        progress(0.0, "reading the weights")
         table: Operations
         if uses_triton:
             table = TritonOperations(quantization, batch_invariant)

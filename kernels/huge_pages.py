@@ -8,6 +8,7 @@ Device: allocates memory of the host.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 
@@ -16,14 +17,23 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 
 
+def return_freed_memory() -> None:
+    """Give the system what was freed and is kept for later, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor of zeros on the CPU, in large pages where the system gives them.
 
     The memory is not touched: it costs nothing until it is used, in steps of a page.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    # Room to begin at a page's start.
-    region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    # Room to begin at a page's start. Private: shared memory, the default, is a file to the system,
+    # which has a setting of its own for those and mostly gives them small pages.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)

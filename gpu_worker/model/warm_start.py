@@ -27,6 +27,7 @@ from gpu_worker.model.llama import LlamaWeights
 from gpu_worker.model.loader import logits_dtype
 from gpu_worker.model.prepared import DamagedFileError, PreparedWeights, key_of
 from kernels.decoder import LayerWeights, Matrix
+from kernels.huge_pages import return_freed_memory
 from kernels.linear import NativeLinear
 from kernels.linear_int8 import Int8Linear, Int8Parts
 from kernels.native import NativeKernels
@@ -79,22 +80,38 @@ class WarmStart:
         self._precision = precision
 
     def weights(self, prepare: Callable[[], LlamaWeights]) -> tuple[LlamaWeights, tuple[str, ...]]:
-        """What was kept, else what `prepare` makes, which is then kept; and notices."""
-        notices: tuple[str, ...] = ()
+        """What was kept, else what `prepare` makes, which is then kept; and notices.
+
+        What was made is read back, so that the first start has the memory of all others: in large
+        pages, and with nothing left over from the making.
+        """
+        notices: list[str] = []
+        found = self._read(notices)
+        if found is not None:
+            return found, ()
+        made = prepare()
+        if not self._write(made, notices):
+            return made, tuple(notices)
+        del made
+        return_freed_memory()
+        found = self._read(notices)
+        return prepare() if found is None else found, tuple(notices)
+
+    def _read(self, notices: list[str]) -> LlamaWeights | None:
         try:
             kept = self._files.load(self._key)
-            if kept is not None:
-                return self._restore(kept), ()
         except (DamagedFileError, OSError) as error:
-            notices = (f"prepared weights are not used, they are made anew: {error}",)
-        made = prepare()
+            notices.append(f"prepared weights are not used, they are made anew: {error}")
+            return None
+        return None if kept is None else self._restore(kept)
+
+    def _write(self, made: LlamaWeights, notices: list[str]) -> bool:
         tensors = dict(_tensors_of(made))
-        if tensors:
-            try:
-                self._files.save(self._key, tensors)
-            except (DamagedFileError, OSError) as error:
-                notices = (*notices, f"prepared weights are not kept: {error}")
-        return made, notices
+        try:
+            return bool(tensors) and self._files.save(self._key, tensors)
+        except (DamagedFileError, OSError) as error:
+            notices.append(f"prepared weights are not kept: {error}")
+            return False
 
     def _restore(self, kept: dict[str, torch.Tensor]) -> LlamaWeights:
         config = self._config

@@ -21,6 +21,7 @@ app = App(
 )
 app.command("services.cli.bench_serve:serve", name="serve")
 app.command("services.cli.bench_kernels:kernels", name="kernels")
+app.command("services.cli.bench_start:start", name="start")
 
 INTERRUPTED: Final = 130
 

@@ -134,7 +134,8 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start all services and wait until every one is ready. Raises ServiceFailure."""
-        for service in self._services.values():
+        # Among the last to stop is the worker, which takes longest to be ready.
+        for service in reversed(self._services.values()):
             service.start()
         all_ready = asyncio.gather(*(s.ready.wait() for s in self._services.values()))
         ends: set[asyncio.Future[Any]] = {all_ready, self._failure}

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.huge_pages import HUGE_PAGE_BYTES, zeros_in_huge_pages
+from kernels.huge_pages import HUGE_PAGE_BYTES, return_freed_memory, zeros_in_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -15,6 +16,28 @@ def test_zeros_of_the_shape_that_start_a_page(shape: tuple[int, int], dtype: tor
     assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
     assert x.numel() == 0 or x.data_ptr() % HUGE_PAGE_BYTES == 0
     assert not x.any()
+
+
+def test_the_pages_are_large_where_the_system_has_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system has no large pages")
+
+    def large() -> int:
+        words = Path("/proc/self/smaps_rollup").read_text().split()
+        return int(words[words.index("AnonHugePages:") + 1])
+
+    before, x = large(), zeros_in_huge_pages((8 * HUGE_PAGE_BYTES,), torch.uint8)
+    x.fill_(1)
+    # One is enough to know: the others depend on how much memory is in one piece.
+    assert large() > before
+
+
+def test_freed_memory_can_be_returned() -> None:
+    kept = [torch.ones(20_000) for _ in range(20)]
+    del kept[::2]
+    return_freed_memory()
+    assert all(bool((x == 1).all()) for x in kept)
 
 
 def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
