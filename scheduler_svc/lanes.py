@@ -130,8 +130,10 @@ class LaneTable:
 
     def block_tokens(self, lanes: LaneIndices, indices: Int32Array, block_size: int) -> bytes:
         """Tokens of block `indices[i]` of `lanes[i]` -> int32 [n, block_size] as bytes."""
-        starts = self._row_start[lanes] + indices * block_size
-        tokens: Int32Array = self._flat_token_ids[starts[:, None] + np.arange(block_size)]
+        width = self.token_ids.shape[1] // block_size * block_size
+        # A view: whole blocks are gathered instead of single tokens.
+        blocks = self.token_ids[:, :width].reshape(self.num_lanes, -1, block_size)
+        tokens: Int32Array = blocks[lanes, indices]
         return tokens.tobytes()
 
     def stopped(self, lanes: LaneIndices, token_ids: Int32Array) -> BoolArray:

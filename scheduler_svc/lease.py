@@ -155,10 +155,10 @@ class Lease:
         assert first >= 0
         blocks = self.spare[first:]
         del self.spare[first:]
-        holds = self.holds
+        assert self.holds.keys().isdisjoint(blocks)
+        # A Counter's own update would count them one by one.
+        dict.update(self.holds, dict.fromkeys(blocks, 1))
         for seq, block_id in zip(seqs, blocks, strict=True):
-            assert block_id not in holds
-            holds[block_id] = 1
             seq.block_ids.append(block_id)
         return blocks
 
