@@ -36,7 +36,7 @@
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi")
 #define F(name) name##_avx512bf16
 #define ISA_LEVEL 4
 #include "operations.h"
@@ -50,7 +50,8 @@ EXPORT const char *best_isa(void) {
     int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    if (vnni && __builtin_cpu_supports("avx512bf16")) return "avx512bf16";
+    if (vnni && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+        return "avx512bf16";
     if (vnni) return "avx512vnni";
     if (avx512) return "avx512";
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";

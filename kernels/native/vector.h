@@ -1,7 +1,8 @@
 /* Vectors of LANES floats, by the compiler's own vector types; included once per instruction set.
  *
  * Expects: F(name), which adds the instruction set's suffix; ISA_LEVEL: 0 what every processor of
- * the kind has, 1 AVX2 and FMA, 2 AVX-512, 3 also its byte products (VNNI), 4 also those of bfloat16.
+ * the kind has, 1 AVX2 and FMA, 2 AVX-512, 3 also its byte products (VNNI), 4 also those of
+ * bfloat16 and permutes of bytes (VBMI).
  *
  * Invariants: maximum(a, b) gives b where a is NaN; nothing here rounds other than IEEE says.
  */
