@@ -19,11 +19,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2-greedy.json"
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory of the tests' own, with the user's pulled models and native code in it."""
+    """A cache directory of the tests' own, with the user's pulled models, native code and prepared
+    weights in it.
+    """
     folder = tmp_path_factory.mktemp("cache")
     (folder / "models").symlink_to(Settings().cache_path / "models")
-    Settings().native_path.mkdir(parents=True, exist_ok=True)
-    (folder / "native").symlink_to(Settings().native_path)
+    for path in (Settings().native_path, Settings().weights_path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / path.name).symlink_to(path)
     return folder
 
 
