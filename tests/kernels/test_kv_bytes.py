@@ -71,9 +71,11 @@ def test_heads_come_back_within_half_a_step(dtype: torch.dtype, cache_dtype: tor
     assert ((restored[sound] - exact).abs() <= step * 0.5001).all()
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    "block_size, cache_dtype",
+    [(1, INT8_CACHE), (16, INT8_CACHE), (64, INT8_CACHE), (16, FP8_CACHE)],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", CACHES)
 def test_attention_matches_the_oracle_of_what_is_stored(
     maybe_native: NativeKernels | None,
     block_size: int,
