@@ -352,7 +352,8 @@ def test_blocks_with_logits_that_are_not_finite_are_committed(
     # Or they would be forgotten at once.
     monkeypatch.setattr(BlockPool, "forget", lambda self, hashes: None)
     in_a_crowd(monkeypatch, nan=0.5, faults=FaultOptions())
-    assert "got [" in failure()
+    # Whichever comes first: somebody joins on such a block, or a wrong token of it is shown.
+    assert failure().startswith(("Violation: I17", "Violation: I4"))
 
 
 def test_the_ledger_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +417,8 @@ def test_an_error_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_tenants_share_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_svc.sequence, "root_hash", lambda salt: b"0" * 32)
     monkeypatch.setattr(Entry, "is_same", lambda self, tokens, parent, salt: self.tokens == tokens)
-    assert "I8 tenants" in failure(range(1, 301))
+    in_a_crowd(monkeypatch, faults=FaultOptions(), num_salts=3, num_prompts=1)
+    assert "I8 tenants" in failure()
 
 
 def test_a_cancel_gives_no_block_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,6 +434,9 @@ def test_a_cancel_gives_no_block_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_that_is_given_away_leaves_its_span_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestSpans, "given_away", lambda self, request_id, now_ns: None)
+    pause = Strike(Phase.TOKENS, 3, "pause", ("admission",))
+    faults = FaultOptions(strikes=(pause,), restart_ns=100_000_000, hold_ns=3_000_000_000)
+    in_a_crowd(monkeypatch, faults=faults, num_admissions=2, mean_arrival_ns=5_000_000)
     assert "I16 spans" in failure()
 
 
