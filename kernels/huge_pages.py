@@ -16,6 +16,9 @@ import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 
+MAX_WASTE = 0.2
+"""Of a tensor's size, what may be left of its last large page."""
+
 
 def return_freed_memory() -> None:
     """Give the system what was freed and is kept for later, where the C library can (glibc)."""
@@ -39,3 +42,11 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[start : start + num_bytes].view(dtype).view(shape)
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, contiguous; copied into large pages where little of these stays empty."""
+    if -tensor.nbytes % HUGE_PAGE_BYTES <= MAX_WASTE * tensor.nbytes:
+        copy = zeros_in_huge_pages(tuple(tensor.shape), tensor.dtype)
+        return copy.copy_(tensor)
+    return tensor.contiguous()

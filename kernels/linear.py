@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import torch
 
+from kernels.huge_pages import in_huge_pages
 from kernels.native import NativeKernels
 from kernels.native.arguments import LinearArguments
 
@@ -78,7 +79,7 @@ def pack_panels(weight: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
     padded[:out_features] = weight
     words = padded.view(num_panels, PANEL, in_features // pair, pair)
-    return words.permute(0, 2, 1, 3).contiguous()
+    return in_huge_pages(words.permute(0, 2, 1, 3))
 
 
 class NativeLinear:

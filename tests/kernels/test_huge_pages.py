@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.huge_pages import HUGE_PAGE_BYTES, return_freed_memory, zeros_in_huge_pages
+from kernels.huge_pages import (
+    HUGE_PAGE_BYTES,
+    in_huge_pages,
+    return_freed_memory,
+    zeros_in_huge_pages,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,3 +50,11 @@ def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
     gc.collect()
     view.fill_(7.0)
     assert view.tolist() == [7.0] * 1000
+
+
+def test_a_copy_is_made_where_little_of_a_page_is_wasted() -> None:
+    large, small = torch.rand(512, 1000), torch.rand(30, 20)
+    copy = in_huge_pages(large.t())
+    assert torch.equal(copy, large.t()) and copy.is_contiguous()
+    assert copy.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert in_huge_pages(small) is small
