@@ -284,7 +284,11 @@ def _with_room_for(options: Options, needed: set[Phase], rng: random.Random) -> 
     if Phase.PREEMPTED in needed:
         # Short prompts are let in, and then all grow.
         policies = Policies(margin="watermark")
-        options = dataclasses.replace(options, max_prompt=4, max_output=20, policies=policies)
+        # Longer than a block of `crowded` where it is to be looked up.
+        longest = 6 if needed & {Phase.LOOKING_UP, Phase.LOOKED_UP} else 4
+        options = dataclasses.replace(
+            options, max_prompt=longest, max_output=24 - longest, policies=policies
+        )
     if Phase.CANCELLED in needed:
         options = dataclasses.replace(options, cancel=0.5)
     if needed & {Phase.FRAME, Phase.ADOPTED} and options.max_output < 20:
@@ -303,7 +307,8 @@ def _bring_about(faults: FaultOptions, needed: set[Phase]) -> FaultOptions:
     if needed & {Phase.ATTACHING, Phase.ATTACHED, Phase.SNAPSHOT}:
         more.append(Strike(Phase.JOINED, 2, "crash", ("scheduler",)))
     if Phase.ADOPTED in needed:
-        more.append(Strike(Phase.JOINED, 2, "crash", ("admission",)))
+        # A scheduler that begins anew after it has nothing to offer.
+        more.append(Strike(Phase.JOINED, 4 if more else 2, "crash", ("admission",)))
     if Phase.POLLED in needed:
         more.append(Strike(Phase.RESULT, 2, "lose", ()))
     return dataclasses.replace(faults, strikes=(*faults.strikes, *more))
