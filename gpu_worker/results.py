@@ -16,16 +16,20 @@ import torch
 
 
 class Fetch:
-    """What will be on the host; `wait` is called once, by whoever needs it."""
+    """What will be on the host; `read` is called once, by whoever needs it."""
 
     def __init__(self, arrays: Sequence[torch.Tensor], kept: object, event: Any) -> None:
         self._arrays = arrays
         self._kept = kept
         self._event = event
 
-    def wait(self) -> list[npt.NDArray[Any]]:
+    def wait(self) -> None:
+        """Return once it is there; from any thread."""
         if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> list[npt.NDArray[Any]]:
+        self.wait()
         self._kept = None
         return [tensor.numpy() for tensor in self._arrays]
 

@@ -8,7 +8,7 @@ Device: loads weights, runs the model, writes the KV cache.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,19 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from gpu_worker.blank_steps import blank_decodes, blank_step, blank_step_with_all
 from gpu_worker.device_steps import DeviceSteps, read_outputs
 from gpu_worker.host_pool import HostPool
-from gpu_worker.inputs import (
-    NO_LOGPROBS,
-    CopyLists,
-    PenaltyBatch,
-    SamplingBatch,
-    StepInputs,
-    StepOutputs,
-)
+from gpu_worker.inputs import CopyLists, StepInputs, StepOutputs
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.memory import raises_memory_error
-from gpu_worker.model.llama import LlamaModel, LlamaWeights
+from gpu_worker.model.llama import LlamaModel
 from gpu_worker.model.loader import Progress, WeightSource, load_weights
 from gpu_worker.model.operations import HostOperations, Operations, TritonOperations
 from gpu_worker.model.warm_start import Precision, WarmStart
@@ -153,12 +147,10 @@ class ModelRunner:
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"{num_blocks} blocks of {block_size} slots hold no sequence")
         source = open_model(model) if isinstance(model, Path) else model
-        limit = source.config.max_position_embeddings
-        self.max_model_len = limit if max_model_len is None else max_model_len
-        if not 1 <= self.max_model_len <= limit:
-            raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
+        self.max_model_len = _check_length(max_model_len, source.config.max_position_embeddings)
         self.dtype = resolve_dtype(dtype)
         self.device = resolve_device(device)
+        self.copy_block_us = 0
         _check_choice("quantization", quantization, QUANTIZATIONS)
         _check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("operations", operations, OPERATIONS)
@@ -170,39 +162,42 @@ class ModelRunner:
         wants_native = native if operations == "auto" and not on_gpu else "off"
         self._native, self.notices = _load_native(wants_native, native_cache)
         progress(0.0, "reading the weights")
-        table: Operations
-        if uses_triton:
-            table = TritonOperations(quantization, batch_invariant)
-        else:
-            table = HostOperations(self._native, quantization, batch_invariant)
+        precision = Precision(self.dtype, quantization, batch_invariant)
+        table = self._operations(precision, uses_triton)
         with _current(self.device), torch.inference_mode():
-
-            def prepare() -> LlamaWeights:
-                return load_weights(
-                    *(source, self.dtype, progress, table),
-                    device=self.device,
-                    quantization=quantization,
-                )
-
+            prepare = functools.partial(
+                load_weights,
+                *(source, self.dtype, progress, table),
+                device=self.device,
+                quantization=quantization,
+            )
             if weights_cache is None or self._native is None or not isinstance(model, Path):
                 weights = prepare()
             else:
-                precision = Precision(self.dtype, quantization, batch_invariant)
                 kept = WarmStart(weights_cache, model, source.config, self._native, precision)
                 weights, notices = kept.weights(prepare)
                 self.notices = (*self.notices, *notices)
             self._model = LlamaModel(source.config, weights, self.max_model_len, table)
             self._cache = KVCache(source.config, num_blocks, block_size, kv_dtype, self.device)
-            if self._native is not None:
-                self._model.attach(self._cache, self._native)
-            if batch_invariant and not (uses_triton or self._model.is_native):
-                why = "; ".join(self.notices) or f"{dtype} has no native products here"
-                raise ValueError(f"batch_invariant is not possible: {why}")
+            self._attach_native(precision, uses_triton)
             self._host = HostPool(self._cache.tensors, host_blocks)
             self._steps = DeviceSteps(
                 self._model, self._cache, table, max_num_seqs, self.max_model_len
             )
-        self.copy_block_us = 0
+
+    def _operations(self, precision: Precision, uses_triton: bool) -> Operations:
+        if uses_triton:
+            return TritonOperations(precision.quantization, precision.invariant)
+        return HostOperations(self._native, precision.quantization, precision.invariant)
+
+    def _attach_native(self, precision: Precision, uses_triton: bool) -> None:
+        """Whole layers in C, where they are; ValueError where only they would be invariant."""
+        if self._native is not None:
+            self._model.attach(self._cache, self._native)
+        if precision.invariant and not (uses_triton or self._model.is_native):
+            name = str(precision.dtype).removeprefix("torch.")
+            why = "; ".join(self.notices) or f"{name} has no native products here"
+            raise ValueError(f"batch_invariant is not possible: {why}")
 
     @property
     def config(self) -> ModelConfig:
@@ -229,6 +224,11 @@ class ModelRunner:
         """Slots in a block."""
         return self._cache.block_size
 
+    @property
+    def computes_ahead(self) -> bool:
+        """Whether a step that is submitted runs while this thread goes on."""
+        return self.device.type == "cuda"
+
     def execute(self, inputs: StepInputs) -> StepOutputs:
         """Run one step; an empty step gives empty results."""
         return self.collect(self.submit(inputs))
@@ -247,6 +247,11 @@ class ModelRunner:
         with _current(self.device):
             return Submitted(inputs, self._steps.submit(inputs))
 
+    def wait(self, submitted: Submitted) -> None:
+        """Return once a step has ended; from any thread."""
+        if submitted.fetch is not None:
+            submitted.fetch.wait()
+
     @raises_memory_error
     def collect(self, submitted: Submitted) -> StepOutputs:
         """Wait for a step and read its results; steps are collected in order, once each."""
@@ -254,7 +259,7 @@ class ModelRunner:
         if submitted.fetch is None:
             nothing = np.zeros(0, dtype=np.int32)
             return StepOutputs(nothing, nothing.astype(np.bool_), [], [])
-        return read_outputs(inputs, submitted.fetch.wait())
+        return read_outputs(inputs, submitted.fetch.read())
 
     @raises_memory_error
     @torch.inference_mode()
@@ -273,8 +278,8 @@ class ModelRunner:
         with torch.inference_mode():
             self.copy_block_us = self._host.measure_us()
         for num_tokens in (WARM_UP_TOKENS, 1):
-            self.execute(_blank_step(min(num_tokens, self.max_model_len)))
-        self.execute(_blank_step_with_all())
+            self.execute(blank_step(min(num_tokens, self.max_model_len)))
+        self.execute(blank_step_with_all())
         self.capture()
 
     def capture(self) -> None:
@@ -288,6 +293,14 @@ class ModelRunner:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """The device of this thread, while kernels are launched: torch keeps one for each thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_length(max_model_len: int | None, limit: int) -> int:
+    """Positions allowed, of the `limit` that the model was made for."""
+    length = limit if max_model_len is None else max_model_len
+    if not 1 <= length <= limit:
+        raise ValueError(f"max_model_len {max_model_len} is not in 1 to {limit}, the model's")
+    return length
 
 
 def _check_quantization(quantization: str, uses_triton: bool, batch_invariant: bool) -> None:
@@ -310,57 +323,3 @@ def _load_native(native: str, cache: Path | None) -> tuple[NativeKernels | None,
         return load_native(cache, None if native == "auto" else native), ()
     except NativeUnavailable as error:
         return None, (f"native kernels are off, the slower torch kernels run: {error}",)
-
-
-def _blank_step(num_tokens: int) -> StepInputs:
-    """Tokens that read the null block and write nowhere; the last row is sampled."""
-    return StepInputs(
-        input_ids=np.zeros(num_tokens, dtype=np.int32),
-        positions=np.arange(num_tokens, dtype=np.int32),
-        slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
-        cu_seqlens_q=np.array([0, num_tokens], dtype=np.int32),
-        seqlens_k=np.full(1, num_tokens, dtype=np.int32),
-        block_table=np.zeros((1, num_tokens), dtype=np.int32),
-        num_decodes=int(num_tokens == 1),
-        logits_rows=np.full(1, num_tokens - 1, dtype=np.int32),
-        sampling=_blank_sampling(1, 1.0, num_tokens),
-    )
-
-
-def blank_decodes(num_seqs: int) -> StepInputs:
-    """So many sequences whose one token reads the null block and writes nowhere."""
-    zeros = np.zeros(num_seqs, dtype=np.int32)
-    return StepInputs(
-        input_ids=zeros,
-        positions=zeros,
-        slot_mapping=np.full(num_seqs, -1, dtype=np.int64),
-        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
-        seqlens_k=zeros + 1,
-        block_table=zeros[:, None],
-        num_decodes=num_seqs,
-        logits_rows=np.arange(num_seqs, dtype=np.int32),
-        sampling=_blank_sampling(num_seqs, 0.0, 1),
-    )
-
-
-def _blank_step_with_all() -> StepInputs:
-    """One token, with penalties and log-probabilities."""
-    step, zero = _blank_step(1), np.zeros(1, dtype=np.int32)
-    factors = np.array([[1.0, 0.0, 0.0]], dtype=np.float32)
-    return dataclasses.replace(
-        step,
-        sampling=dataclasses.replace(step.sampling, num_logprobs=zero + 1),
-        penalties=PenaltyBatch(zero, zero, zero, factors),
-    )
-
-
-def _blank_sampling(num_rows: int, temperature: float, position: int) -> SamplingBatch:
-    return SamplingBatch(
-        temperature=np.full(num_rows, temperature, dtype=np.float32),
-        top_p=np.full(num_rows, 0.9, dtype=np.float32),
-        top_k=np.full(num_rows, 50, dtype=np.int32),
-        min_p=np.zeros(num_rows, dtype=np.float32),
-        seed=np.ones(num_rows, dtype=np.uint64),
-        position=np.full(num_rows, position, dtype=np.int64),
-        num_logprobs=np.full(num_rows, NO_LOGPROBS, dtype=np.int32),
-    )

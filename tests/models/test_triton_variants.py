@@ -47,7 +47,8 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "gpu")!r}]
 import engine
 from gpu_worker.model.operations import TritonOperations
 from gpu_worker.inputs import PenaltyBatch, PromptLogprobRequest
-from gpu_worker.runner import ModelRunner, blank_decodes
+from gpu_worker.blank_steps import blank_decodes
+from gpu_worker.runner import ModelRunner
 from random_weights import RandomWeights, llama
 
 # Nothing is computed, so nothing that is sampled is a token.
