@@ -3,7 +3,8 @@
 Plans are idempotent by (generation, epoch, step_id): a duplicate is ignored, a gap is waited out
 (the scheduler polls), another epoch's plan is dropped. The last results are kept, so that a poll
 can give one again. After a step for which there is no memory no step of its epoch runs, because
-each plan counts on those before it.
+each plan counts on those before it. Steps end in the order in which they begin; where the device
+computes on its own, a second one may begin before the first has ended.
 
 Pure: the model is whatever has `execute(StepInputs) -> StepOutputs` and can copy blocks; it raises
 MemoryError where it has none.
@@ -11,14 +12,14 @@ MemoryError where it has none.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from gpu_worker.inputs import CopyLists, StepInputs, StepOutputs, TokenLogprobs
-from services.contracts.limits import KEPT_PLANS
+from services.contracts.limits import KEPT_PLANS, MAX_STEPS_IN_FLIGHT
 from services.contracts.sequences import Logprobs
 from services.contracts.step import (
     Attach,
@@ -33,13 +34,40 @@ from services.contracts.step import (
 )
 from services.contracts.vectors import pack
 
-from .mirror import Mirror, Scheduled, Target
+from .mirror import Awaited, Mirror, Target
 
 
 class Model(Protocol):
     def execute(self, inputs: StepInputs) -> StepOutputs: ...
 
     def copy_blocks(self, copies: CopyLists) -> None: ...
+
+
+class Device(Protocol):
+    """Computes on its own, in order: `submit` returns while the step is still to run. At most two
+    steps are on it. `wait` returns when one has ended, and may be called from any thread.
+    """
+
+    def submit(self, inputs: StepInputs) -> Any: ...
+
+    def wait(self, submitted: Any) -> None: ...
+
+    def collect(self, submitted: Any) -> StepOutputs: ...
+
+
+class _Work(NamedTuple):
+    awaited: Awaited
+    targets: list[Target]
+    submitted: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that has begun, of so many tokens; work: None where there is no memory for it."""
+
+    plan: StepPlan
+    num_tokens: int = 0
+    work: _Work | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +86,16 @@ class EngineShape:
 
 
 class Executor:
-    """Plans in, results out, one at a time.
+    """Plans in, results out, in order; one at a time, or with a `device` two.
 
-    admit: may be called while a step runs; run: by the thread that computes; the caller keeps the
-    two apart. step_tokens: of the step that runs, or ran last. ledger: whose books say what lies in
-    the blocks, for a scheduler that is new.
+    admit: may be called while a step runs; begin, finish and run: by the thread that computes; the
+    caller keeps the two apart. step_tokens: of the step that runs, or ran last. ledger: whose books
+    say what lies in the blocks, for a scheduler that is new.
     """
 
-    def __init__(self, model: Model, generation: int, shape: EngineShape) -> None:
+    def __init__(
+        self, model: Model, generation: int, shape: EngineShape, device: Device | None = None
+    ) -> None:
         self._model = model
         self._mirror = Mirror(
             max_num_seqs=shape.max_num_seqs,
@@ -73,7 +103,10 @@ class Executor:
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
             host_blocks=shape.host_blocks,
+            ahead=device is not None,
         )
+        self._device = device
+        self._begun: deque[Begun] = deque()
         self.shape = shape
         self.generation = generation
         self.epoch = 0
@@ -84,12 +117,13 @@ class Executor:
         self.dropped: Counter[str] = Counter()
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._attached: Attached | None = None
-        self._void_epoch = 0
+        self._void_from = (0, 0)
 
     # ---- who may speak
 
     def attach(self, request: Attach) -> Attached:
         """A new epoch, above all seen. The caller has dropped queued plans and no step runs."""
+        assert not self._begun, "a step of the epoch before still runs"
         if self._attached is not None and self.is_repeated(request):
             return self._attached
         self.epoch = max(self.epoch, request.epoch_seen) + 1
@@ -144,41 +178,88 @@ class Executor:
 
     # ---- the step
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may begin before the one before it has ended."""
+        return self._device is not None
+
     def run(self, plan: StepPlan) -> StepResult:
         """Apply, compute, sample; durations are the caller's to add. Raises InvariantError on a
         plan that cannot be.
         """
+        return self.finish(self.begin(plan))
+
+    def can_begin(self, plan: StepPlan) -> bool:
+        """Whether `plan` may begin now, or has to wait until the step before it is finished."""
+        if not self._begun:
+            return True
+        room = self.runs_ahead and len(self._begun) < MAX_STEPS_IN_FLIGHT
+        return room and not self._mirror.needs_tokens(plan)
+
+    def begin(self, plan: StepPlan) -> Begun:
+        """Apply `plan`, and give the device its step; without a device it is computed by finish."""
+        assert not self._begun or self.can_begin(plan)
         self.ledger = plan.ledger or self.ledger
-        if plan.epoch != self._void_epoch:
+        if self._is_void(plan):
+            return self.give_up(plan)
+        num_tokens = 0
+        try:
+            scheduled = self._mirror.apply(plan)
+            copies = self._mirror.copies(plan)
+            if copies is not None:
+                self._model.copy_blocks(copies)
+            inputs, targets = self._mirror.inputs(scheduled)
+            num_tokens = len(inputs.input_ids)
+            if not self._begun:
+                self.step_tokens = num_tokens
+            submitted = inputs if self._device is None else self._device.submit(inputs)
+        except MemoryError:
+            return self.give_up(plan, num_tokens)
+        work = _Work(self._mirror.advance(scheduled), targets, submitted)
+        self._begun.append(Begun(plan, num_tokens, work))
+        return self._begun[-1]
+
+    def give_up(self, plan: StepPlan, num_tokens: int = 0) -> Begun:
+        """Begin a step for which there is no memory; nor does any later one of its epoch run."""
+        self._void(plan)
+        self._begun.append(Begun(plan, num_tokens))
+        return self._begun[-1]
+
+    def wait(self, begun: Begun) -> None:
+        """Return when the device has done its part of `begun`; from any thread."""
+        if self._device is not None and begun.work is not None:
+            self._device.wait(begun.work.submitted)
+
+    def finish(self, begun: Begun) -> StepResult:
+        """The result of the step that began first, once it is there."""
+        assert self._begun[0] is begun, "steps end in the order in which they begin"
+        outputs = None
+        if begun.work is not None:
             try:
-                return self._compute(plan)
+                outputs = self._outputs(begun.work.submitted)
             except MemoryError:
-                pass
-        return self.give_up(plan)
+                self._void(begun.plan)
+        self._begun.popleft()
+        if self._begun:
+            self.step_tokens = self._begun[0].num_tokens
+        # One that was computed after a step that failed has read what was not there.
+        if begun.work is None or outputs is None or self._is_void(begun.plan):
+            return _out_of_memory(begun.plan)
+        self._mirror.accept(begun.work.awaited, outputs.token_ids)
+        return self._result(begun.plan, begun.work, outputs)
 
-    def give_up(self, plan: StepPlan) -> StepResult:
-        """The result of a step for which there is no memory; nor does any later one of its epoch
-        run.
-        """
-        self._void_epoch = plan.epoch
-        return StepResult(
-            generation=plan.generation,
-            epoch=plan.epoch,
-            number=plan.number,
-            step_id=plan.step_id,
-            out_of_memory=True,
-        )
+    def _outputs(self, submitted: Any) -> StepOutputs:
+        if self._device is None:
+            return self._model.execute(submitted)
+        return self._device.collect(submitted)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        scheduled = self._mirror.apply(plan)
-        copies = self._mirror.copies(plan)
-        if copies is not None:
-            self._model.copy_blocks(copies)
-        inputs, targets = self._mirror.inputs(scheduled)
-        self.step_tokens = len(inputs.input_ids)
-        outputs = self._model.execute(inputs)
-        self._mirror.accept(scheduled, outputs.token_ids)
-        return self._result(plan, scheduled, outputs, targets)
+    def _void(self, plan: StepPlan) -> None:
+        if not self._is_void(plan):
+            self._void_from = (plan.epoch, plan.step_id)
+
+    def _is_void(self, plan: StepPlan) -> bool:
+        epoch, first = self._void_from
+        return plan.epoch == epoch and plan.step_id >= first
 
     def remember(self, result: StepResult) -> None:
         """Keep `result` for polls; one of an epoch before, which ended while an attach waited, is
@@ -191,14 +272,8 @@ class Executor:
         while len(self._results) > KEPT_PLANS:
             self._results.popitem(last=False)
 
-    def _result(
-        self,
-        plan: StepPlan,
-        scheduled: Scheduled,
-        outputs: StepOutputs,
-        targets: list[Target],
-    ) -> StepResult:
-        lanes = scheduled.sampled_lanes
+    def _result(self, plan: StepPlan, work: _Work, outputs: StepOutputs) -> StepResult:
+        lanes = work.awaited.lanes
         return StepResult(
             generation=plan.generation,
             epoch=plan.epoch,
@@ -214,10 +289,20 @@ class Executor:
             ],
             prompt_logprobs=[
                 LanePromptLogprobs(target.lane, target.first, _columns([e for e in entries if e]))
-                for target, entries in zip(targets, outputs.prompt_logprobs, strict=True)
+                for target, entries in zip(work.targets, outputs.prompt_logprobs, strict=True)
                 if all(entry is not None for entry in entries)
             ],
         )
+
+
+def _out_of_memory(plan: StepPlan) -> StepResult:
+    return StepResult(
+        generation=plan.generation,
+        epoch=plan.epoch,
+        number=plan.number,
+        step_id=plan.step_id,
+        out_of_memory=True,
+    )
 
 
 def _columns(entries: list[TokenLogprobs]) -> Logprobs:

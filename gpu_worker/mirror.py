@@ -1,6 +1,9 @@
 """The worker's copy of the lanes: applies plan diffs, and knows what they leave out: positions and
 last tokens.
 
+A step may be built before the tokens of the one before are known: lanes that wait for theirs are
+fed on the device.
+
 Decides nothing. A plan that contradicts the lanes means that worker and scheduler have lost each
 other: it raises InvariantError, the worker stops, and a new generation begins.
 
@@ -16,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.inputs import (
+    Bools,
     CopyLists,
     PenaltyBatch,
     PromptLogprobRequest,
@@ -60,8 +64,23 @@ class Target(NamedTuple):
     first: int
 
 
+class Awaited(NamedTuple):
+    """What a step under way samples: of lanes [S], for positions int32 [S].
+
+    stays: bool [S] - False once the lane is no longer that sequence's
+    """
+
+    lanes: Indices
+    positions: Int32Array
+    stays: Bools
+
+
 class Mirror:
-    """Lane state between steps. apply -> inputs -> (the step runs) -> accept."""
+    """Lane state between steps. apply -> inputs -> advance -> (the step runs) -> accept; the next
+    step may be applied and advanced before this one's tokens are accepted.
+
+    ahead: whether that may be; then the device keeps the last token of every lane
+    """
 
     def __init__(
         self,
@@ -71,7 +90,10 @@ class Mirror:
         block_size: int,
         num_blocks: int,
         host_blocks: int = 0,
+        ahead: bool = False,
     ) -> None:
+        self._ahead = ahead
+        self._awaited: Awaited | None = None
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.host_blocks = host_blocks
@@ -82,16 +104,40 @@ class Mirror:
 
     # ---- the plan
 
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether the step of `plan` is not to be built before the tokens of the one before are
+        known: penalties count them; log-probabilities and copies make the host wait for the device,
+        which would keep those tokens back for a step.
+        """
+        rows = self.rows
+        scored = (rows.num_prompt_logprobs >= 0) & (rows.computed + 1 < rows.prompt_tokens)
+        return bool(
+            plan.copies_out
+            or plan.copies_in
+            or self._counts
+            or any(
+                join.sampling.penalises
+                or join.sampling.num_logprobs >= 0
+                or join.sampling.num_prompt_logprobs >= 0
+                for join in plan.join
+            )
+            or (rows.active & (scored | (rows.num_logprobs >= 0))).any()
+        )
+
     def apply(self, plan: StepPlan) -> Scheduled:
         """Membership and blocks as the plan says -> who computes how much."""
         rows = self.rows
         if plan.reset:
             rows.active[:] = False
             self._counts.clear()
+            if self._awaited is not None:
+                self._awaited.stays[:] = False
         for lane in self._lanes(plan.leave).tolist():
             _require(bool(rows.active[lane]), f"lane {lane} leaves but is empty")
             rows.active[lane] = False
             self._counts.pop(lane, None)
+            if self._awaited is not None:
+                self._awaited.stays[self._awaited.lanes == lane] = False
         for join in plan.join:
             self._join(join)
         lanes, blocks = unpack(plan.append_lanes), unpack(plan.append_blocks)
@@ -222,9 +268,22 @@ class Mirror:
                 num_logprobs=rows.num_logprobs[sampled_lanes],
             ),
             prompt_logprobs=tuple(requests),
+            input_lanes=self._input_lanes(lane_of_token),
+            output_lanes=sampled_lanes.astype(np.int32) if self._ahead else None,
             penalties=self._penalties(sampled_lanes) if self._counts else None,
         )
         return inputs, targets
+
+    def _input_lanes(self, lane_of_token: Indices) -> Int32Array | None:
+        """[T]: lanes whose last token is not known yet, -1 where it is: such a lane computes just
+        that token.
+        """
+        if self._awaited is None:
+            return None
+        lanes = self._awaited.lanes[self._awaited.stays]
+        fed = np.full(self.rows.num_lanes, -1, dtype=np.int32)
+        fed[lanes] = lanes
+        return fed[lane_of_token]
 
     def _penalties(self, lanes: Indices) -> PenaltyBatch | None:
         """What the sampled lanes with penalties have already."""
@@ -281,19 +340,34 @@ class Mirror:
 
     # ---- after the step
 
-    def accept(self, scheduled: Scheduled, token_ids: Int32Array) -> None:
-        """The step has run: positions move on, and sampled tokens become each lane's last one."""
+    def advance(self, scheduled: Scheduled) -> Awaited:
+        """The step is under way: positions move on, and sampled lanes have one token more, which is
+        not known yet.
+        """
         rows = self.rows
         rows.computed[scheduled.lanes] += scheduled.counts
         lanes = scheduled.sampled_lanes
         at = rows.tokens[lanes]
+        rows.tokens[lanes] = at + 1
+        self._awaited = Awaited(lanes, at, np.ones(len(lanes), dtype=np.bool_))
+        return self._awaited
+
+    def accept(self, awaited: Awaited, token_ids: Int32Array) -> None:
+        """The step has run: what it sampled becomes each lane's token, but for lanes that have
+        left.
+        """
+        if self._awaited is awaited:
+            self._awaited = None
+        rows, lanes, at = self.rows, awaited.lanes, awaited.positions
         # A token at the very end of the model's length is the lane's last: it is reported, never
         # computed.
-        fits = at < self.max_model_len
+        fits = awaited.stays & (at < self.max_model_len)
         rows.token_ids[lanes[fits], at[fits]] = token_ids[fits]
-        rows.tokens[lanes] = at + 1
         if self._counts:
-            for lane, token_id in zip(lanes.tolist(), token_ids.tolist(), strict=True):
+            kept = zip(
+                lanes[awaited.stays].tolist(), token_ids[awaited.stays].tolist(), strict=True
+            )
+            for lane, token_id in kept:
                 if lane in self._counts:
                     self._counts[lane].add(token_id)
 

@@ -2,6 +2,7 @@
 always answers.
 
 Shell. One runner thread does all that touches lanes and tensors, in the order in which it is asked.
+Where the device computes on its own, another one waits for it, and asks the runner to end the step.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import queue
 import signal
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -44,8 +44,10 @@ from services.runtime.telemetry.recorder import Recorder, new_trace_id
 from services.runtime.telemetry.sharing import telemetry
 
 from .executor import EngineShape, Executor, Model
+from .job_thread import JobThread
 from .poison import PoisonedModel
 from .shadow import ShadowModel
+from .step_clock import TimedStep
 from .step_spans import TracedLanes, step_span
 from .stub import StubModel
 from .watchdog import StepTimes
@@ -67,33 +69,6 @@ EXIT_HUNG: Final = 70
 _plan = codec.Decoder(StepPlan)
 _attach = codec.Decoder(Attach)
 _poll = codec.Decoder(Poll)
-
-
-class Runner(threading.Thread):
-    """Runs jobs one after the other. What a job raises goes to `failed`, in the loop's thread."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, failed: Callable[[BaseException], None]
-    ) -> None:
-        super().__init__(name="runner", daemon=True)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._loop = loop
-        self._failed = failed
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """After the jobs that are queued."""
-        self._jobs.put(None)
-
-    def run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - it ends the process, in the loop's thread
-                self._loop.call_soon_threadsafe(self._failed, error)
-                return
 
 
 class WorkerService:
@@ -119,11 +94,28 @@ class WorkerService:
         self._die = die
         self._times = StepTimes()
         self._began_ns = 0
+        self._last_end_ns = 0
+        self._under_way: deque[TimedStep] = deque()
         self._outbox: asyncio.Queue[tuple[str, codec.Message]] = asyncio.Queue()
         self._loop = loop
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.runner = Runner(loop, self.ended.set_exception)
+        self.runner = JobThread("runner", loop, self._broke)
+        self._waiter = JobThread("waiter", loop, self._broke) if executor.runs_ahead else None
         self._incoming = Incoming("gpu_worker")
+
+    def start(self) -> None:
+        self.runner.start()
+        if self._waiter is not None:
+            self._waiter.start()
+
+    def stop(self) -> None:
+        self.runner.stop()
+        if self._waiter is not None:
+            self._waiter.stop()
+
+    def _broke(self, error: BaseException) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
     # ---- in
 
@@ -156,29 +148,66 @@ class WorkerService:
     def _step(self, plan: StepPlan, ticket: int, queued_ns: int) -> None:
         if ticket != self._ticket:
             return
-        start_ns = time.monotonic_ns()
-        self._began_ns = start_ns
+        while not self._executor.can_begin(plan):
+            self._finish_first()
+        step = self._begin(plan, queued_ns)
+        if self._waiter is None:
+            self._finish_first()
+        else:
+            self._waiter.submit(lambda: self._wait(step))
+
+    def _begin(self, plan: StepPlan, queued_ns: int) -> TimedStep:
+        began_ns = time.monotonic_ns()
+        if not self._under_way:
+            self._began_ns = began_ns
         links = self._traced.links(plan)
         failpoint("worker.before_forward")
         starved = failpoint("worker.no_memory")
-        result = self._executor.give_up(plan) if starved else self._executor.run(plan)
-        end_ns = time.monotonic_ns()
+        begun = self._executor.give_up(plan) if starved else self._executor.begin(plan)
+        step = TimedStep(plan, begun, links, queued_ns, began_ns, time.monotonic_ns())
+        self._under_way.append(step)
+        return step
+
+    def _finish_first(self) -> None:
+        """Wait for the step that began first, and let its result out."""
+        step = self._under_way[0]
+        result = self._executor.finish(step.begun)
+        end_ns, last_end_ns = time.monotonic_ns(), self._last_end_ns
+        self._under_way.popleft()
+        # The next one could not start before.
+        self._began_ns = end_ns if self._under_way else 0
+        self._last_end_ns = end_ns
         result = msgspec.structs.replace(
             result,
-            elapsed_us=(end_ns - start_ns) // 1000,
-            waited_us=(start_ns - queued_ns) // 1000,
+            elapsed_us=(end_ns - step.start_ns(last_end_ns)) // 1000,
+            waited_us=step.waited_ns(last_end_ns) // 1000,
         )
-        self._began_ns = 0
-        self._loop.call_soon_threadsafe(self._finished, result, self._executor.step_tokens)
-        if links:
-            span = step_span(plan, result, links, new_trace_id(), end_ns)
+        self._loop.call_soon_threadsafe(self._finished, result, step.begun.num_tokens)
+        if step.links:
+            span = step_span(step.plan, result, step.links, new_trace_id(), end_ns)
             self._loop.call_soon_threadsafe(self._recorder.record, span)
 
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_through(self, step: TimedStep) -> None:
+        """`step` has ended; it may have been finished before this was heard."""
+        while step in self._under_way:
+            self._finish_first()
+
     def _attach(self, request: Attach, reply: str) -> None:
+        self._finish_all()
         attached = self._executor.attach(request)
         if failpoint("worker.after_attach"):
             return
         self._loop.call_soon_threadsafe(self._attached, attached, reply)
+
+    # ---- the waiter's thread
+
+    def _wait(self, step: TimedStep) -> None:
+        self._executor.wait(step.begun)
+        self.runner.submit(lambda: self._finish_through(step))
 
     # ---- out
 
@@ -209,12 +238,13 @@ class WorkerService:
             self._outbox.task_done()
 
     async def leave(self) -> None:
-        """Begin no step any more, end the one that runs, and let its result out."""
+        """Begin no step any more, end those that have begun, and let their results out."""
         self._leaving = True
         self._ticket += 1
         ended = asyncio.Event()
 
         def last_job() -> None:
+            self._finish_all()
             self._loop.call_soon_threadsafe(ended.set)
 
         self.runner.submit(last_job)
@@ -259,11 +289,12 @@ def build_executor(settings: Settings, generation: int) -> Executor:
         model: Model = StubModel(shadow, settings.step_ms / 1000)
         if settings.poison_token >= 0:
             model = PoisonedModel(model, [settings.poison_token], _die_of_poison)
-        copy_block_us = 0
+        copy_block_us, device = 0, None
         max_model_len, vocab_size = settings.max_model_len or STUB_MODEL_LEN, STUB_VOCAB_SIZE
     else:
         runner = _load_model(settings)
         model, max_model_len = runner, runner.max_model_len
+        device = runner if runner.computes_ahead else None
         vocab_size, copy_block_us = runner.config.vocab_size, runner.copy_block_us
     shape = EngineShape(
         max_num_seqs=settings.max_num_seqs,
@@ -274,7 +305,7 @@ def build_executor(settings: Settings, generation: int) -> Executor:
         host_blocks=settings.host_blocks,
         copy_block_us=copy_block_us,
     )
-    return Executor(model, generation, shape)
+    return Executor(model, generation, shape, device)
 
 
 def _die_of_poison() -> NoReturn:
@@ -343,7 +374,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     )
     await traces.join(bus, names)
     await bus.flush()
-    service.runner.start()
+    service.start()
     report_ready(id=settings.worker_id, engine=engine, num_blocks=settings.num_blocks)
 
     def beat() -> Beat:
@@ -370,6 +401,6 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             *(beat_forever(bus, subject, beat), traces.share_forever()),
         )
     finally:
-        service.runner.stop()
+        service.stop()
         await traces.close()
         await bus.close()

@@ -124,7 +124,8 @@ class StepResult(Message, frozen=True, tag="result"):
     ascending lane order.
 
     failed: lanes whose logits were not finite. elapsed_us: of the step. waited_us: how long its
-    plan lay queued before the step began; 0 means that the worker stood idle for it. out_of_memory:
+    plan lay queued before the step began, or the step lay ready where it was prepared while another
+    ran; 0 means that the worker stood idle for it. out_of_memory:
     it has not run, nor will any other of its epoch: the lanes are no longer those of the plans.
     """
 

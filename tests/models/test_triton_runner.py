@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpu_worker.blank_steps import blank_decodes
+from gpu_worker.executor import EngineShape, Executor
 from gpu_worker.graphs import graph_sizes, is_all_decodes, pad_decodes
 from gpu_worker.inputs import StepInputs
-from gpu_worker.runner import ModelRunner, blank_decodes
+from gpu_worker.runner import ModelRunner
 from services.models.config import ModelConfig
 from tests.models.driver import Driver, Lane, step_inputs
 from tests.models.tiny import Tiny, reference_logits, write_directory
+from tests.unit.gpu_worker.plans import join, plan
 
 BLOCK_SIZE = 16
 PROMPTS = [[5], list(range(20, 40))]
@@ -99,6 +102,31 @@ def test_a_step_is_queued_before_the_host_has_the_token_of_the_one_before(
         pending.append(warm.submit(decode(lane, warm, input_lanes=mine, output_lanes=mine)))
     tokens = [int(warm.collect(step).token_ids[0]) for step in pending]
     assert tokens == alone.generated
+
+
+def test_an_executor_a_step_ahead_gives_the_results_of_the_oracle(
+    path: Path, warm: ModelRunner
+) -> None:
+    """Padded decodes, a chunk beside a decode, and a lane that is joined anew while its last step
+    is on its way.
+    """
+    plans = [
+        plan(1, reset=True, joins=[join(0, [20, 21], [3])], chunks={0: 2}),
+        plan(2, joins=[join(1, [5, 6], [7])], chunks={1: 2}),
+        plan(3),
+        plan(4, leave=[1], joins=[join(1, [9, 8], [2])], chunks={1: 2}),
+        plan(5, leave=[0]),
+    ]
+    shape = EngineShape(3, 64, BLOCK_SIZE, 12, warm.config.vocab_size)
+    plain, ahead = Executor(load(path, "torch"), 1, shape), Executor(warm, 1, shape, warm)
+    expected = [plain.run(each) for each in plans]
+    results, begun = [], [ahead.begin(plans[0])]
+    for each in plans[1:]:
+        assert ahead.can_begin(each)
+        begun.append(ahead.begin(each))
+        results.append(ahead.finish(begun.pop(0)))
+    assert [*results, ahead.finish(begun[0])] == expected
+    assert not warm.computes_ahead, "a processor computes when it is asked"
 
 
 def test_padding_reads_nothing_and_writes_nowhere(warm: ModelRunner) -> None:

@@ -159,4 +159,5 @@ def test_after_a_step_without_memory_no_other_of_its_epoch_runs() -> None:
 
 def test_a_step_may_be_given_up_unasked() -> None:
     worker = attached()
-    assert worker.give_up(first()).out_of_memory and worker.run(plan(2)).out_of_memory
+    assert worker.finish(worker.give_up(first())).out_of_memory
+    assert worker.run(plan(2)).out_of_memory

@@ -17,7 +17,7 @@ def step(lanes: Mirror, diff: StepPlan, token: int = 9) -> Scheduled:
     """Apply, and let every sampled row get `token`."""
     scheduled = lanes.apply(diff)
     lanes.inputs(scheduled)
-    lanes.accept(scheduled, np.full(len(scheduled.sampled), token, dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.full(len(scheduled.sampled), token, dtype=np.int32))
     return scheduled
 
 
@@ -79,7 +79,7 @@ def test_a_chunked_prompt_goes_on_where_it_stopped() -> None:
     assert inputs.positions.tolist() == [4, 5, 6, 7]
     assert inputs.slot_mapping.tolist() == [28, 29, 30, 31]
     assert not len(scheduled.sampled)
-    lanes.accept(scheduled, np.zeros(0, dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.zeros(0, dtype=np.int32))
     scheduled = step(lanes, plan(3, chunks={0: 2}, append=[(0, 2)]), token=99)
     assert scheduled.sampled_lanes.tolist() == [0]
     inputs, _ = lanes.inputs(lanes.apply(plan(4)))
@@ -173,13 +173,13 @@ def test_penalties_count_the_lanes_that_ask_and_a_lane_that_comes_back() -> None
     assert _penalties(lanes, scheduled) == {1: {7: 0, 8: 1}}
     batch = lanes.inputs(scheduled)[0].penalties
     assert batch is not None and batch.factors.tolist() == [[1.0, 0.0, 0.0], [1.25, 0.5, 0.0]]
-    lanes.accept(scheduled, np.array([5, 9], dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.array([5, 9], dtype=np.int32))
     # Preempted, and back in another lane with its output among its tokens.
     back = join(1, [7, 7, 8, 8, 9], [3], prompt=3, **asked)
     scheduled = lanes.apply(plan(3, leave=[2], joins=[back], chunks={1: 5}))
     assert _penalties(lanes, scheduled) == {1: {7: 0, 8: 1, 9: 1}}
     # Its lane is another's now, which asks for nothing.
-    lanes.accept(scheduled, np.array([5, 9], dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.array([5, 9], dtype=np.int32))
     scheduled = lanes.apply(plan(4, leave=[1], joins=[join(1, [4], [3])], chunks={1: 1}))
     assert lanes.inputs(scheduled)[0].penalties is None
 
@@ -192,13 +192,13 @@ def test_prompt_logprobs_cover_the_prompt_once_across_chunks() -> None:
     inputs, targets = lanes.inputs(scheduled)
     assert targets == [Target(0, 1)]
     assert inputs.prompt_logprobs[0].target_ids.tolist() == [11, 12, 13]
-    lanes.accept(scheduled, np.zeros(0, dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.zeros(0, dtype=np.int32))
     scheduled = lanes.apply(plan(2, chunks={0: 2}))
     inputs, targets = lanes.inputs(scheduled)
     assert targets == [Target(0, 4)]
     request = inputs.prompt_logprobs[0]
     assert (request.first_row, request.num_rows, request.target_ids.tolist()) == (0, 1, [14])
-    lanes.accept(scheduled, np.array([9], dtype=np.int32))
+    lanes.accept(lanes.advance(scheduled), np.array([9], dtype=np.int32))
     assert lanes.inputs(lanes.apply(plan(3)))[1] == []
 
 

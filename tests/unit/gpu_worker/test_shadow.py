@@ -34,7 +34,7 @@ def test_tokens_are_those_of_the_definition(verify: bool) -> None:
     for diff in diffs:
         scheduled = lanes.apply(diff)
         outputs = shadow.execute(lanes.inputs(scheduled)[0])
-        lanes.accept(scheduled, outputs.token_ids)
+        lanes.accept(lanes.advance(scheduled), outputs.token_ids)
         got += outputs.token_ids.tolist()
     assert got == expected_token_ids(np.array(PROMPT, np.int32), 5, 512)
 
@@ -45,7 +45,7 @@ def test_chunks_do_not_change_them() -> None:
         joins = [join(0, PROMPT, [3, 9])] if step_id == 1 else []
         scheduled = lanes.apply(plan(step_id, joins=joins, chunks={0: chunk}))
         outputs = shadow.execute(lanes.inputs(scheduled)[0])
-        lanes.accept(scheduled, outputs.token_ids)
+        lanes.accept(lanes.advance(scheduled), outputs.token_ids)
     assert outputs.token_ids.tolist() == expected_token_ids(np.array(PROMPT, np.int32), 1, 512)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -18,10 +17,10 @@ from gpu_worker.service import EXIT_HUNG, WorkerService
 from gpu_worker.shadow import ShadowModel
 from gpu_worker.watchdog import FIRST_STEP_LIMIT_S, SECOND_NS, StepTimes
 from services.contracts import codec
-from services.contracts.step import Attach, StepPlan, StepResult
+from services.contracts.step import Attach
 from services.runtime.bus import Delivery
-from services.runtime.telemetry.recorder import Recorder
 from tests.unit.gpu_worker.plans import join, plan
+from tests.unit.gpu_worker.rig import Bus, deliver, worker
 
 SHAPE = EngineShape(max_num_seqs=2, max_model_len=64, block_size=4, num_blocks=16, vocab_size=512)
 
@@ -60,40 +59,10 @@ class _Stuck(ShadowModel):
         return super().execute(inputs)
 
 
-class _Bus:
-    """Keeps what is published."""
-
-    def __init__(self) -> None:
-        self.results: list[StepResult] = []
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        assert subject == "result"
-        self.results.append(codec.Decoder(StepResult).decode(payload))
-
-
-@contextlib.asynccontextmanager
-async def _worker(
+def _worker(
     model: _Stuck, died: asyncio.Future[int]
-) -> AsyncIterator[tuple[WorkerService, _Bus]]:
-    executor, bus = Executor(model, 1, SHAPE), _Bus()
-    executor.attach(Attach("scheduler-0", "attempt", 0))
-    plain: Any = bus
-    service = WorkerService(executor, plain, "result", Recorder("w"), die=died.set_result)
-    service.runner.start()
-    tasks = [asyncio.create_task(service.send()), asyncio.create_task(service.watch())]
-    try:
-        yield service, bus
-    finally:
-        model.go.set()
-        service.runner.stop()
-        await asyncio.to_thread(service.runner.join, 20)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-def _deliver(service: WorkerService, message: StepPlan) -> None:
-    service.on_plan(Delivery("plan", codec.encode(message), "", {}))
+) -> contextlib.AbstractAsyncContextManager[tuple[WorkerService, Bus]]:
+    return worker(Executor(model, 1, SHAPE), died, model.go.set)
 
 
 async def test_a_step_that_does_not_end_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,19 +72,19 @@ async def test_a_step_that_does_not_end_ends_the_process(monkeypatch: pytest.Mon
     async with _worker(_Stuck(), died) as (service, _), asyncio.timeout(20):
         await asyncio.sleep(0)
         assert not died.done(), "idle is not hung"
-        _deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
+        deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
         assert await died == EXIT_HUNG
 
 
 async def test_a_leaving_worker_ends_its_step_and_begins_no_other() -> None:
     model, died = _Stuck(), asyncio.get_running_loop().create_future()
     async with _worker(model, died) as (service, bus), asyncio.timeout(20):
-        _deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
+        deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
         await asyncio.to_thread(model.begun.wait, 20)
-        _deliver(service, plan(2))
+        deliver(service, plan(2))
         leaving = asyncio.create_task(service.leave())
         await asyncio.sleep(0)
-        _deliver(service, plan(3))
+        deliver(service, plan(3))
         assert not leaving.done() and not bus.results
         model.go.set()
         await leaving
@@ -131,9 +100,9 @@ async def test_only_an_attach_of_another_attempt_drops_what_is_queued(
     """
     model, died = _Stuck(), asyncio.get_running_loop().create_future()
     async with _worker(model, died) as (service, bus), asyncio.timeout(20):
-        _deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
+        deliver(service, plan(1, joins=[join(0, [1, 2], [1])], chunks={0: 2}, decode=False))
         await asyncio.to_thread(model.begun.wait, 20)
-        _deliver(service, plan(2))
+        deliver(service, plan(2))
         again = codec.encode(Attach("scheduler-0", attempt, 0))
         service.on_attach(Delivery("attach", again, "", {}))
         model.go.set()
