@@ -204,7 +204,7 @@ class Rig:
         scheduled = self.mirror.apply(plan)
         inputs, _ = self.mirror.inputs(scheduled)
         outputs = self.model.execute(inputs)
-        self.mirror.accept(scheduled, outputs.token_ids)
+        self.mirror.accept(self.mirror.advance(scheduled), outputs.token_ids)
         result = StepResult(
             generation=plan.generation,
             epoch=plan.epoch,
