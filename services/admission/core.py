@@ -8,8 +8,8 @@
 
 Invariants: exactly one terminal frame for each ticket that is its own, and nothing after it but the
 same again for who asks to resume; tokens are shown in order, and again only from where a client
-asks; what an engine may have lost (a gap, a higher epoch) is repaired by submitting again what is
-open there; after a sleep nothing is shown before the scheduler has said whose it is.
+asks; what an engine may have lost (a gap, a higher epoch, a late abort) is repaired by submitting
+again what is open there; after a sleep nothing is shown before the scheduler has said whose it is.
 
 Pure: time is `now_ns`, monotonic.
 """
@@ -456,8 +456,13 @@ class AdmissionCore:
                 request.accept_prompt_logprobs(prompt.first, prompt.logprobs)
         for finished in updates.finished:
             request = by_tag.get(finished.tag)
+            if request is None:
+                continue
+            if finished.reason is FinishReason.ABORT:
+                # Whom its client has cancelled is open here no more: a late abort has hit it.
+                self._submit(request, now_ns)
             # An end whose last tokens were lost waits for them: the resubmission brings both again.
-            if request is not None and len(request.token_ids) >= finished.num_output_tokens:
+            elif len(request.token_ids) >= finished.num_output_tokens:
                 request.finished = finished
                 news[request.request_id] = request
         for tag in unpack(updates.moved).tolist() if updates.moved else ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.events import OfferAdoption, SendUpdates, Submitted
+from scheduler_svc.events import AbortAsked, OfferAdoption, Reply, SendUpdates, Submitted
 from services.admission import open_request
 from services.admission.adoption import envelope_of, ticket_of
 from services.admission.core import (
@@ -31,7 +31,12 @@ from services.contracts.errors import ErrorCode, RequestError
 from services.contracts.limits import ENDED_SECONDS, MAX_ENDED, MAX_ENDED_BYTES, MAX_ENVELOPE_BYTES
 from services.contracts.public import Encoding, FinishReason, Frame
 from services.contracts.sampling import SamplingParams
-from services.contracts.sequences import AdoptSequences, SubmitReply, SubmitSequence
+from services.contracts.sequences import (
+    AbortSequences,
+    AdoptSequences,
+    SubmitReply,
+    SubmitSequence,
+)
 from services.contracts.vectors import unpack
 from tests.unit.admission.streams import ENGINE, SECOND, Desk, Words, ticket
 from tests.unit.scheduler_svc.rig import Rig
@@ -146,6 +151,32 @@ def test_an_offer_may_be_left_to_another(why: str) -> None:
     else:
         desk.core.vocabularies = {}
     assert offer(desk, message) == [] and not desk.frames and not desk.aborts
+
+
+def test_a_late_abort_is_not_the_end_of_what_has_come_back() -> None:
+    """Found by the simulator (seed 3904): it had ended here, its abort could not be delivered until
+    it was forgotten and then adopted again, and its client heard `abort` without having asked.
+    """
+    desk, rig = Desk(), Rig()
+    desk.open()
+    desk.core.fail_all(ErrorCode.NO_WORKER, "cut off from it")
+    late = AbortAsked(AbortSequences("admission-0", ["r1"]), "inbox")
+    desk.tick((ENDED_SECONDS + 1) * SECOND)
+    (submit,) = offer(desk, submitted())
+    rig.handle(Submitted(submit.message, "inbox"))
+    desk.acknowledge()
+    desk.updates(submit.message.tag, 0, [4])
+    (sent,) = [effect for effect in rig.handle(late) if isinstance(effect, SendUpdates)]
+    (end,) = sent.updates.finished
+    desk.updates(end.tag, 1, [], end=end.reason)
+    assert not desk.ends()
+    again = desk.submits[-1].message
+    assert again is not submit.message and unpack(again.accepted).tolist() == [4]
+    rig.handle(Submitted(again, "inbox"))
+    assert rig.last(Reply).message.code is None
+    desk.acknowledge()
+    desk.updates(again.tag, 1, [5], end=LENGTH)
+    assert [frame.finish_reason for frame in desk.ends()] == [LENGTH] and desk.text() == "w4 w5 "
 
 
 def test_an_adopted_request_whose_owner_lives_is_forgotten_without_a_word() -> None:
