@@ -44,14 +44,15 @@ ABSENCE_NS: Final = ENGINE_ABSENCE_SECONDS * SECOND_NS
 
 class EndsOnce(Check):
     """I1: every request reaches exactly one terminal state; a second terminal frame comes only to
-    a client that has asked again, or where another admission was offered what the first had not
-    acknowledged.
+    a client that has asked again (twice, where the network repeats that), or where another
+    admission was offered what the first had not acknowledged.
     """
 
     name = "I1 ends once"
 
     def hears(self, client: Client, frame: Frame) -> None:
-        repeated = self.world.network.repeated_at[client.host]
+        network = self.world.network
+        repeated = network.repeated_at[client.host] + network.repeated_by[client.host, "resume"]
         repeated += self.world.num_offers[client.request_id]
         self.require(
             client.num_terminals <= client.num_asks + repeated,

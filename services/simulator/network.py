@@ -102,7 +102,7 @@ class Network:
     """watch: called with each parcel that is about to leave; what it returns True for is lost.
 
     counts: messages by kind; faults: what really happened to them; lost_at, repeated_at: by the
-    host that they were for.
+    host that they were for; repeated_by: by the host that they came from, and kind.
     """
 
     def __init__(self, clock: Clock, rng: random.Random, weather: Weather) -> None:
@@ -113,6 +113,7 @@ class Network:
         self.faults: Counter[str] = Counter()
         self.lost_at: Counter[str] = Counter()
         self.repeated_at: Counter[str] = Counter()
+        self.repeated_by: Counter[tuple[str, str]] = Counter()
         self.watch: Callable[[Parcel], bool] = lambda parcel: False
         self._rng = rng
         self._last: dict[tuple[str, str, str], int] = {}
@@ -166,6 +167,7 @@ class Network:
             ):
                 self.faults[f"repeated {parcel.kind}"] += 1
                 self.repeated_at[parcel.receiver.host] += 1
+                self.repeated_by[parcel.sender.host, parcel.kind] += 1
                 self._carry(parcel, deliver)
 
     def _strikes(self, probability: float, kind: str) -> bool:
