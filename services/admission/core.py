@@ -274,7 +274,8 @@ class AdmissionCore:
     def _on_submit_reply(self, reply: SubmitReply, now_ns: int) -> None:
         self._submissions.answered(reply.seq_id, wanted=reply.seq_id in self.requests)
         request = self.requests.get(reply.seq_id)
-        if request is None:
+        if request is None or not request.engine_id:
+            # It has ended; or was lost and sent again since, and waits for an engine.
             return
         if reply.code is None and reply.epoch < self.engines.get(request.engine_id).epoch[1]:
             # By a scheduler that another has replaced, and that does not know it yet.

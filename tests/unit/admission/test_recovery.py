@@ -140,6 +140,22 @@ def test_what_waits_for_an_engine_is_not_aborted_at_the_one_that_offers_it() -> 
     assert [submit.engine for submit in desk.submits] == [ENGINE]
 
 
+def test_what_waits_for_an_engine_was_not_submitted_by_its_life_of_before() -> None:
+    """Found by the simulator (seed 5449): another had taken it and then its client came back, all
+    while a submission was in the air, whose answer left it waiting for ever.
+    """
+    desk = Desk()
+    desk.handle(ticket())
+    tag = desk.submits.pop().message.tag
+    desk.updates(tag, 0, [], moved=[tag])
+    desk.beat(ready=False)
+    desk.handle(ticket(retry=True))
+    desk.acknowledge()
+    desk.beat()
+    desk.tick(SUBMIT_RETRY_NS)
+    assert [submit.engine for submit in desk.submits] == [ENGINE]
+
+
 @pytest.mark.parametrize("why", ["full", "draining", "model"])
 def test_an_offer_may_be_left_to_another(why: str) -> None:
     desk = Desk(max_open=1)
