@@ -380,6 +380,8 @@ class Lease:
         assert not self.lookups and not self.copies.are_in_flight
         assert not self.copies.pending_blocks
         self.snapshot_due = False
+        # A number of its own: the loss of one that closes requests would not be noticed otherwise.
+        self.delta_number += 1
         self._draft = DeltaDraft()
         self.open_lease = None
         self._exhaustion_outdated()

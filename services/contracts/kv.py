@@ -137,8 +137,8 @@ class KvDelta(Message, frozen=True, tag="delta"):
 
 
 class KvSnapshot(Message, frozen=True, tag="snapshot", kw_only=True):
-    """scheduler -> ledger: everything the epoch holds, as of delta `number`; opens the epoch or
-    repairs a gap.
+    """scheduler -> ledger: everything the epoch holds; opens the epoch or repairs a gap. It takes
+    the next `number` of the deltas, which go on after it.
 
     Parts 0 .. parts - 1 arrive in order and count together. block_ids, holds: int32. Every request
     numbered `closed_through` or lower is closed: what it granted is in here or is not held, and its

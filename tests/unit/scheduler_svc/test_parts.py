@@ -10,6 +10,7 @@ from scheduler_svc.lease import Lease, Pool, low_water_blocks, reserve_blocks
 from scheduler_svc.sequence import NO_LANE, SequenceStatus
 from scheduler_svc.waiting import WaitingQueue
 from services.contracts.kv import KvStatus, LeaseReply
+from services.contracts.streams import StreamReceiver
 from services.contracts.vectors import pack
 from tests.unit.scheduler_svc.rig import MS, lanes_of
 from tests.unit.scheduler_svc.sequences import sequence
@@ -221,6 +222,19 @@ def test_a_silent_ledger_is_given_up_and_its_grant_abandoned() -> None:
     assert not lease.on_lease(late) and not lease.spare
     again = lease.ask_lease(0, 1)
     assert again is not None and again.number > ask.number
+
+
+def test_a_snapshot_that_is_lost_leaves_a_gap() -> None:
+    """Found by the simulator (seed 6467): a second one with the number of the first was lost, and
+    with it that a lease was closed, whose block was nobody's from then on.
+    """
+    lease, heard = _lease([1, 2]), StreamReceiver()
+    (first,) = lease.snapshot([])
+    heard.restart(first.number)
+    assert not heard.behind(lease.delta_number)
+    assert lease.ask_lease(0, 1) is not None
+    assert [part.closed_through for part in lease.snapshot([])] == [2]
+    assert heard.behind(lease.delta_number)
 
 
 def test_a_snapshot_says_all_in_order_and_in_parts() -> None:
