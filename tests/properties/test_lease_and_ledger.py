@@ -157,6 +157,14 @@ class BooksMachine(RuleBasedStateMachine):
         if ask is not None:
             self.wire.append(codec.encode(ask))
 
+    @rule(lost=st.booleans())
+    def hear_that_it_lacks(self, lost: bool) -> None:
+        """A beat of the ledger asks for a snapshot; it may be one of before the last snapshot."""
+        before = len(self.wire)
+        self._snapshot()
+        if lost:
+            del self.wire[before:]
+
     def _snapshot(self) -> None:
         for number in list(self.lease.lookups):
             self.lease.give_up_lookup(number)
