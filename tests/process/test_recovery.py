@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from gpu_worker.service import STUB_VOCAB_SIZE
+from gpu_worker.build_executor import STUB_VOCAB_SIZE
 from gpu_worker.shadow import expected_token_ids
 from services.client import Client, StreetcarClientError
 from services.runtime import failpoints
