@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
@@ -260,13 +261,27 @@ class WorkerService:
                 self._die(EXIT_HUNG)
 
 
+async def load(settings: Settings, generation: int) -> Executor:
+    """``build_executor`` in a thread that ends.
+
+    OpenMP keeps a team for each thread that has computed, and lets the members of all teams sleep
+    at once when they are more than the cores: with a loader that stays, a step of one lane takes
+    twice as long.
+    """
+    loader = ThreadPoolExecutor(1, "loader")
+    try:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(loader, build_executor, settings, generation)
+    finally:
+        loader.shutdown(wait=False)
+
+
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     report_progress(0.0, "starting")
     # Milliseconds since 1970: a generation only has to be higher than every one before it.
     generation = time.time_ns() // 1_000_000
-    loading = asyncio.to_thread(build_executor, settings, generation)
-    executor = await unless_stopped(stopping, loading)
+    executor = await unless_stopped(stopping, load(settings, generation))
     names, engine = subjects(settings), settings.engine_id
     bus = await connect(settings, settings.worker_id, stopping)
     traces = telemetry(settings, ServiceKind.GPU_WORKER, settings.worker_id)
