@@ -21,7 +21,8 @@ from .network import Action, Cut, Parcel
 from .options import MEMORY_FAULTS, ROLES, SECOND_NS, FaultOptions, Strike
 from .phases import Phase
 
-MAX_PAST: Final = 256
+# Of each kind: beats would crowd out all the others.
+MAX_PAST: Final = 32
 CRASHES_IN_A_LOOP: Final = 5
 HUNG_AFTER_NS: Final = 4 * SECOND_NS
 REPLACED_AFTER_NS: Final = SECOND_NS
@@ -74,7 +75,7 @@ class Nemesis:
         self._strikes: dict[Phase, list[Strike]] = {}
         for strike in faults.strikes:
             self._strikes.setdefault(strike.phase, []).append(strike)
-        self._past: deque[Parcel] = deque(maxlen=MAX_PAST)
+        self._past: dict[str, deque[Parcel]] = {}
         self._num_ghosts = 0
         self.network.watch = self.watch
 
@@ -113,7 +114,7 @@ class Nemesis:
     def watch(self, parcel: Parcel) -> bool:
         """A message is about to leave -> True where it is lost."""
         if parcel.subject and parcel.kind in REPLAYED_KINDS:
-            self._past.append(parcel)
+            self._past.setdefault(parcel.kind, deque(maxlen=MAX_PAST)).append(parcel)
         lost = False
         for phase in parcel.phases:
             lost = self.reach(phase, parcel) or lost
@@ -343,10 +344,11 @@ class Nemesis:
 
     def stale(self) -> None:
         """Messages of a run that is over come late."""
-        if all(parcel.sender.alive for parcel in self._past):
+        past = [parcel for parcels in self._past.values() for parcel in parcels]
+        if all(parcel.sender.alive for parcel in past):
             self._crash(self.rng.choice(ROLES))
         dead: dict[str, list[Parcel]] = {}
-        for parcel in self._past:
+        for parcel in past:
             if not parcel.sender.alive:
                 dead.setdefault(parcel.kind, []).append(parcel)
         # Of each kind alike: most of what is sent are beats.
