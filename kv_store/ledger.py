@@ -71,8 +71,10 @@ class Ledger:
         return epoch >= self.epoch and (generation, epoch, binding) > self.term
 
     def is_after(self, snapshot: KvSnapshot) -> bool:
-        """The snapshot comes too late."""
+        """The snapshot comes too late, or again: what was granted since must not be taken back."""
         term = (snapshot.generation, snapshot.epoch, snapshot.binding)
+        if term == self.term and snapshot.number <= self.deltas.last:
+            return True
         # Epochs grow over generations too, or the scheduler attaches again; bindings do not.
         return term < self.term or snapshot.epoch < self.epoch
 
@@ -198,7 +200,9 @@ class Ledger:
 
     def restore(self, snapshot: KvSnapshot) -> None:
         """A part of what the epoch holds; the first one takes back everything else."""
-        self.epoch, self.binding = snapshot.epoch, snapshot.binding
+        if (snapshot.epoch, snapshot.binding) != (self.epoch, self.binding):
+            self.epoch, self.binding = snapshot.epoch, snapshot.binding
+            self.deltas.restart(0)
         if snapshot.part == 0:
             self._close_all()
         elif snapshot.part != self.next_part:

@@ -62,7 +62,10 @@ class Peer:
         self.deltas = 0
 
     def snapshot(self, held: dict[int, int] | None = None, **more: Any) -> None:
+        """Its parts have one number, the next of the deltas'."""
         held = held or {}
+        if not more.get("part"):
+            self.deltas += 1
         fields: dict[str, Any] = {
             "engine": ENGINE,
             "generation": self.generation,

@@ -100,10 +100,10 @@ def test_a_delta_gap_stops_grants_until_a_snapshot_repairs_it() -> None:
     peer = _bound()
     blocks = ids(peer.lease(4).block_ids)
     peer.delta(released=blocks[:1])
-    peer.delta(number=3, released=blocks[1:2])
+    peer.delta(number=4, released=blocks[1:2])
     assert peer.lease(1).status is KvStatus.NEED_SNAPSHOT
     assert peer.core.beat().pools[0].need_snapshot
-    peer.delta(number=4, released=blocks[2:3])
+    peer.delta(number=5, released=blocks[2:3])
     assert peer.counts() == (5, 3, 0), "after a gap nothing is applied"
     peer.snapshot({blocks[3]: 1})
     assert peer.counts() == (7, 1, 0)
@@ -116,8 +116,19 @@ def test_a_repeated_delta_is_applied_once() -> None:
     peer = _bound()
     blocks = ids(peer.lease(2).block_ids)
     peer.delta(released=blocks[:1])
-    peer.delta(number=1, released=blocks[:1])
+    peer.delta(number=peer.deltas, released=blocks[:1])
     assert peer.counts() == (7, 1, 0)
+
+
+def test_a_repeated_snapshot_takes_nothing_back() -> None:
+    """The scheduler that sent it may be dead, and its last plan still on its way."""
+    peer = _bound()
+    first = peer.deltas
+    blocks = ids(peer.lease(2).block_ids)
+    peer.snapshot(number=first)
+    assert peer.counts() == (6, 2, 0)
+    peer.delta(number=first + 1, released=blocks)
+    assert peer.counts() == (8, 0, 0)
 
 
 def test_a_beat_that_names_a_higher_delta_proves_a_loss() -> None:
@@ -128,10 +139,10 @@ def test_a_beat_that_names_a_higher_delta_proves_a_loss() -> None:
         peer.beat(number, **changes)
         return peer.core.ledgers[ENGINE].need_snapshot
 
-    assert not wants_snapshot(1)
+    assert not wants_snapshot(peer.deltas)
     assert not wants_snapshot(9, epoch=2)
     assert not wants_snapshot(9, service_id="engine-1")
-    assert wants_snapshot(2)
+    assert wants_snapshot(peer.deltas + 1)
 
 
 def test_an_abandoned_request_gives_everything_back_once() -> None:
@@ -206,6 +217,7 @@ def test_deltas_are_not_applied_to_a_snapshot_that_is_not_whole() -> None:
         if lost == "last":
             peer.snapshot({blocks[0]: 1}, part=0, parts=2)
         else:
+            peer.deltas += 1
             peer.snapshot({blocks[0]: 1}, part=1, parts=2)
         before = peer.counts()
         peer.delta(content=commits(blocks[1:2], PROMPT), released=blocks[2:])
