@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 STUB_VOCAB_SIZE: Final = 32_768
 STUB_MODEL_LEN: Final = 8192
-OPENMP_SPINS: Final = "1000"
 
 
 def build_executor(settings: Settings, generation: int) -> Executor:
@@ -69,9 +68,6 @@ def _die_of_poison() -> NoReturn:
 
 
 def _load_model(settings: Settings) -> ModelRunner:
-    # The threads of a step share the cores with the mesh: spinning between operations would take
-    # them from it. Read by the OpenMP library when torch loads it.
-    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     # torch takes seconds to import; the stub needs none of it.
     from gpu_worker.runner import ModelRunner, default_dtype
 
