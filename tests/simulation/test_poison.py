@@ -19,7 +19,10 @@ from services.simulator.world import World
 
 SEEDS = range(1, 13)
 DEATHS_OF_A_POISON = 3
-DEATHS_IN_COMPANY = 8
+DEATHS_IN_COMPANY = 4
+"""Two before each of its two trials; a death that it gets past, by the luck of an empty step,
+begins the count again, and comes at most once for each token that it gets further.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,7 @@ def test_what_kills_only_in_company_is_kept_apart(mark: Mark, num_marked: int) -
         world = PoisonedWorld(seed, mark, num_marked)
         report = world.run()
         assert not report.errors, f"seed {seed}: {report.errors}"
-        assert report.starts["worker"] <= 1 + DEATHS_IN_COMPANY, f"seed {seed}"
+        limit = DEATHS_IN_COMPANY + world.options.max_output
+        assert report.starts["worker"] <= 1 + limit, f"seed {seed}"
         deaths += report.starts["worker"] - 1
     assert deaths >= len(SEEDS) // 4
