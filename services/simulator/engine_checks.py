@@ -277,8 +277,10 @@ class Forgotten(Check):
         self._broken[node.name] = self._broken.get(node.name, frozenset()) | broken
 
     def planned(self, node: Any, plan: StepPlan) -> None:
-        if plan.join and node.name in self._broken:
-            self._known[plan.generation, plan.epoch, plan.step_id] = self._broken[node.name]
+        if plan.join:
+            # A plan that a poll asks for again was made when it was sent first.
+            step = (plan.generation, plan.epoch, plan.step_id)
+            self._known.setdefault(step, self._broken.get(node.name, frozenset()))
 
     def executes(self, node: Any, plan: StepPlan) -> None:
         blocks, slots, name = self._blocks, self._slots, node.name
