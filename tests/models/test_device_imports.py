@@ -23,9 +23,10 @@ class OnlyThese:
         frame = sys._getframe(1)
         while "importlib" in frame.f_code.co_filename:
             frame = frame.f_back
-        # What torch imports is torch's.
-        if frame.f_code.co_filename.startswith({str(ROOT)!r} + "/"):
-            raise ImportError("our own " + frame.f_code.co_filename + " imports " + name)
+        # What torch imports is torch's, also from an environment within this directory.
+        importer = frame.f_code.co_filename
+        if importer.startswith({str(ROOT)!r} + "/") and not importer.startswith(sys.prefix + "/"):
+            raise ImportError("our own " + importer + " imports " + name)
         return None
 
 sys.meta_path.insert(0, OnlyThese())
