@@ -21,4 +21,6 @@ def test_it_is_the_reference_with_strided_rows_and_more_entries_than_a_tile() ->
 
 def test_no_entries() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    apply_penalties_triton(torch.zeros(1, 4), none, none, none.int(), FACTORS[:1])
+    logits = torch.arange(4.0)[None]
+    apply_penalties_triton(logits, none, none, none.int(), FACTORS[:1])
+    assert logits.tolist() == [[0.0, 1.0, 2.0, 3.0]]
